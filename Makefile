@@ -1,0 +1,33 @@
+# Everything runs in .venv, made from PYTHON (3.11 or newer). Works with the make that macOS brings (3.81).
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_WORKERS ?= 2
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint train-demo bench-demo clean
+
+demo: $(VENV)/.demo
+	$(BIN)/specmlx generate --prompt "$(PROMPT)" --max-tokens 128
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "specmlx needs Python 3.11 or newer, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.11" % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.python pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)

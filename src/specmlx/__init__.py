@@ -1,0 +1,60 @@
+"""Lossless speculative decoding for hybrid Gated DeltaNet/attention language models on MLX.
+
+The names below are loaded when they are first used: `import specmlx` imports neither mlx nor a model.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specmlx.generation import (
+        GenerationResponse,
+        generate,
+        load,
+        load_drafter,
+        load_prompt_cache,
+        make_prompt_cache,
+        save_prompt_cache,
+        stream_generate,
+    )
+    from specmlx.speculation.processors import make_logits_processors
+    from specmlx.speculation.sampling import make_sampler
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "GenerationResponse": "specmlx.generation",
+    "generate": "specmlx.generation",
+    "load": "specmlx.generation",
+    "load_drafter": "specmlx.generation",
+    "load_prompt_cache": "specmlx.generation",
+    "make_logits_processors": "specmlx.speculation.processors",
+    "make_prompt_cache": "specmlx.generation",
+    "make_sampler": "specmlx.speculation.sampling",
+    "save_prompt_cache": "specmlx.generation",
+    "stream_generate": "specmlx.generation",
+}
+
+__all__ = [
+    "GenerationResponse",
+    "__version__",
+    "generate",
+    "load",
+    "load_drafter",
+    "load_prompt_cache",
+    "make_logits_processors",
+    "make_prompt_cache",
+    "make_sampler",
+    "save_prompt_cache",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'specmlx' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,59 @@
+"""Settings that must stand before mlx is imported, and the one comparison that depends on the machine."""
+
+import os
+import sys
+import tempfile
+
+# mx.compile writes C++ into the temporary folder under names that do not depend on the process: two worker
+# processes would read each other's half-written files. The tests that need the compiled path switch it on.
+os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="specmlx-test-")
+
+import numpy as np
+import pytest
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "linux_bits: asserts equal bits; skipped elsewhere than on Linux")
+
+
+def pytest_collection_modifyitems(items):
+    if sys.platform == "linux":
+        return
+    for item in items:
+        if "linux_bits" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="bits are promised by the Linux CPU backend only"))
+
+
+def _numpy(x) -> np.ndarray:
+    if isinstance(x, np.ndarray):
+        return x
+    import mlx.core as mx
+
+    # numpy has no bfloat16; widening to float32 keeps every bit of it.
+    x = mx.array(x)
+    return np.array(x.astype(mx.float32) if x.dtype == mx.bfloat16 else x)
+
+
+@pytest.fixture
+def bit_exact():
+    """`bit_exact(got, want, atol=1e-4)`: the same dtype, shape and bits on Linux; elsewhere within atol."""
+
+    def check(got, want, atol: float = 1e-4):
+        assert getattr(got, "dtype", None) == getattr(want, "dtype", None), (got.dtype, want.dtype)
+        got, want = _numpy(got), _numpy(want)
+        assert got.shape == want.shape, (got.shape, want.shape)
+        if sys.platform == "linux":
+            same = np.frombuffer(got.tobytes(), np.uint8) == np.frombuffer(want.tobytes(), np.uint8)
+            if not same.all():
+                gap = np.abs(got.astype(np.float64) - want.astype(np.float64))
+                at = np.unravel_index(np.nanargmax(gap), gap.shape)
+                n = int((got != want).sum())
+                raise AssertionError(f"{n} of {got.size} values differ, most at {at}: {got[at]}, {want[at]}")
+        else:
+            np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=0, atol=atol)
+
+    return check
