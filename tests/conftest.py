@@ -57,3 +57,26 @@ def bit_exact():
             np.testing.assert_allclose(got.astype(np.float64), want.astype(np.float64), rtol=0, atol=atol)
 
     return check
+
+
+@pytest.fixture(scope="session")
+def demo_directory(tmp_path_factory):
+    """The demo pair as a user's model directory: the target in float32, and in draft/ its DSpark drafter."""
+    import shutil
+    from pathlib import Path
+
+    import mlx.core as mx
+
+    import specmlx.demo
+
+    demo = Path(specmlx.demo.__file__).parent
+    folder = tmp_path_factory.mktemp("demo-float32")
+    for source, target in [(demo / "target", folder), (demo / "dspark", folder / "draft")]:
+        target.mkdir(exist_ok=True)
+        for path in source.iterdir():
+            if path.suffix == ".safetensors":
+                weights = {k: v.astype(mx.float32) for k, v in mx.load(str(path)).items()}
+                mx.save_safetensors(str(target / path.name), weights, metadata={"format": "mlx"})
+            elif path.is_file():
+                shutil.copy(path, target)
+    return folder

@@ -4,10 +4,11 @@ Run once, with `pip install torch transformers safetensors numpy`, from the repo
 
     python tests/goldens/make_target_goldens.py
 
-`checkpoint/` is as Hugging Face stores it (fp32, conv [C, 1, K], norm weights without the + 1). The untied one
-is in the nested form of the published models, with a vision and an MTP tensor beside the text model; the tied
-one in the flat form, with `layer_types` that no interval describes. `expected.safetensors` holds tokens [N],
-logits [N, V] and every tapped decoder layer's output before the final norm, `tap.{layer}` [N, H]: one causal pass.
+`checkpoint/` is as Hugging Face stores it (fp32, conv [C, 1, K], norm weights without the + 1). The untied
+one is in the nested form of the published models, with a vision and an MTP tensor beside the text model; the
+tied one in the flat form, with `layer_types` that no interval describes. `expected.safetensors` holds tokens
+[N], logits [N, V] and each tapped decoder layer's output before the final norm, `tap.{layer}` [N, H]: one
+causal pass over all rows.
 """
 
 import json
