@@ -6,38 +6,30 @@ from specmlx import load, make_prompt_cache, stream_generate
 
 
 class Assistant:
-    """One conversation. Each turn feeds only its own new tokens; earlier turns are in the cache."""
+    """One ChatML conversation. A turn feeds only its own new tokens: earlier turns are in the cache."""
 
     def __init__(self, model=None, tokenizer=None, max_tokens: int = 256):
         # Two assistants may share one loaded model: what belongs to a conversation is in its cache.
         self.model, self.tokenizer = (model, tokenizer) if model else load()
         self.max_tokens = max_tokens
         self.cache = make_prompt_cache(self.model)
-        self.messages: list[dict] = []
+        self.closing = ""  # what the template puts between the last token in the cache and the next turn
         self.stats = None
 
     def ask(self, question: str) -> Iterator[str]:
         """Yield the answer in pieces; leaving the loop early keeps the conversation usable."""
-        old = self._render(self.messages)
-        self.messages.append({"role": "user", "content": question})
-        new = self._render(self.messages, add_generation_prompt=True)[len(old) :]
-        # The cache ends with the last answer's <|im_end|>; the template's line break after it is still to come.
-        prompt = self.tokenizer.encode(("\n" if old else "") + new, add_special_tokens=False)
-        answer = ""
-        try:
-            for response in stream_generate(
-                self.model, self.tokenizer, prompt, max_tokens=self.max_tokens, prompt_cache=self.cache
-            ):
-                answer += response.text
-                self.stats = response.stats
-                yield response.text
-        finally:
-            self.messages.append({"role": "assistant", "content": answer})
-
-    def _render(self, messages: list[dict], **options) -> str:
-        if not messages:
-            return ""
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        turn = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        prompt = self.tokenizer.encode(self.closing + turn, add_special_tokens=False)
+        self.closing = "<|im_end|>\n"
+        for response in stream_generate(
+            self.model, self.tokenizer, prompt, max_tokens=self.max_tokens, prompt_cache=self.cache
+        ):
+            if response.finish_reason == "stop":
+                self.closing = "\n"  # the answer's own <|im_end|> is in the cache
+            self.stats = response.stats
+            yield response.text
 
 
 if __name__ == "__main__":
