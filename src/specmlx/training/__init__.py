@@ -1,0 +1,1 @@
+"""Training of tiny targets and of drafters for any target with taps."""
