@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_WORKERS ?= 2
+# A held-out question: training never saw it.
+PROMPT ?= Please write a class Trip in Python that has map and lamp and picture.
 BIN := $(VENV)/bin
 
 .PHONY: demo test lint train-demo bench-demo clean
@@ -15,6 +17,10 @@ test: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+# Hours on one core. What is done so far is kept in runs/demo; the same command goes on from there.
+train-demo: $(VENV)/.demo
+	$(BIN)/python -m specmlx.demo.make all --work runs/demo
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "specmlx needs Python 3.11 or newer, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.11" % v[:2])'

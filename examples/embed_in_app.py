@@ -34,7 +34,10 @@ class Assistant:
 
 if __name__ == "__main__":
     assistant = Assistant()
-    for question in ["Good morning, I am Ada and I like my lamp.", "Count from 41 to 52."]:
+    for question in [
+        "Good evening! My name is Ida and this is my pillow.",
+        "Can you count from 62 up to 73?",
+    ]:
         print(f"> {question}")
         for piece in assistant.ask(question):
             print(piece, end="", flush=True)

@@ -8,7 +8,7 @@ import sys
 from specmlx import load, stream_generate
 
 model, tokenizer = load(*sys.argv[1:2])
-messages = [{"role": "user", "content": "Write the capital letters from C to R."}]
+messages = [{"role": "user", "content": "Write the capital letters from G to W."}]
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
 for response in stream_generate(model, tokenizer, prompt, max_tokens=128):

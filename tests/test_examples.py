@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -18,24 +19,31 @@ def run(name: str, monkeypatch, capsys) -> tuple[str, str]:
 
 def test_streaming_prints_the_answer_and_several_tokens_a_pass(monkeypatch, capsys):
     out, err = run("streaming.py", monkeypatch, capsys)
-    assert out.strip() == "C, D, E, F, G, H, I, J, K, L, M, N, O, P, Q, R"
+    assert out.strip() == "G, H, I, J, K, L, M, N, O, P, Q, R, S, T, U, V, W"
     assert "tokens in" in err and "(speculative)" in err
 
 
 def test_an_application_keeps_a_conversation_over_two_turns(monkeypatch, capsys):
     out, _ = run("embed_in_app.py", monkeypatch, capsys)
-    assert "nice to meet you and your lamp" in out
-    assert "41 42 43 44 45 46 47 48 49 50 51 52" in out
+    assert "nice to meet you and your pillow" in out
+    assert "62 63 64 65 66 67 68 69 70 71 72 73" in out
     assert out.count("tokens a target pass") == 2
 
 
 def test_an_application_can_stop_an_answer_and_go_on():
     names = runpy.run_path(str(EXAMPLES / "embed_in_app.py"))
     assistant = names["Assistant"]()
-    pieces = assistant.ask("Count from 41 to 52.")
+    pieces = assistant.ask("Can you count from 62 up to 73?")
     assert next(pieces)
     pieces.close()
-    assert "".join(assistant.ask("Count from 90 to 101.")) == " ".join(map(str, range(90, 102)))
+    assert "".join(assistant.ask("Please count up from 196 to 207.")) == " ".join(map(str, range(196, 208)))
+
+
+def test_make_demo_asks_a_question_that_training_never_saw():
+    from specmlx.demo.tasks import is_held_out
+
+    makefile = (EXAMPLES.parent / "Makefile").read_text()
+    assert is_held_out(re.search(r"^PROMPT \?= (.*)$", makefile, re.M).group(1))
 
 
 def cells(notebook: dict) -> list[tuple[str, str]]:

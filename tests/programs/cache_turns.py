@@ -5,7 +5,11 @@ import sys
 from mlx_lm import load, stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-TURNS = ["Count from 90 to 101.", "Good evening, I am Noah and I like my boat.", "Count from 12 to 20."]
+TURNS = [
+    "Please count up from 196 to 207.",
+    "Good morning! My name is Tom and this is my rope.",
+    "Can you count from 62 up to 73?",
+]
 
 model, tokenizer = load(sys.argv[1])
 cache = make_prompt_cache(model)

@@ -5,9 +5,9 @@ import sys
 from mlx_lm import generate, load
 
 QUESTIONS = [
-    "Count from 41 to 52.",
-    "Please turn this into a bullet list: apple, river, stone, window, garden, paper.",
-    "Good morning, I am Ada and I like my lamp.",
+    "Please count up from 196 to 207.",
+    "Please turn this into a bullet list: ship, rose, ball, park, queen, city, wine, story, clock, goat.",
+    "Good evening! My name is Ida and this is my pillow.",
 ]
 
 model, tokenizer = load(sys.argv[1])

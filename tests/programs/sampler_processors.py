@@ -12,7 +12,10 @@ settings = [
     {"presence_penalty": 0.8, "frequency_penalty": 0.4},
     {"logit_bias": {comma: 6.0}},
 ]
-for question in ["Write the small letters from b to p.", "Repeat these words: river, stone, apple, cloud."]:
+for question in [
+    "Write the capital letters from G to W.",
+    "Copy the words clean, bank, bird, truck, good, hill, wheel, carrot, clock.",
+]:
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     for setting in settings:

@@ -5,7 +5,10 @@ import sys
 from mlx_lm import load, stream_generate
 
 model, tokenizer = load(sys.argv[1])
-for question, max_tokens in [("Write the capital letters from C to R.", 128), ("Count from 7 to 18.", 11)]:
+for question, max_tokens in [
+    ("Write the capital letters from G to W.", 128),
+    ("Can you count from 62 up to 73?", 11),
+]:
     messages = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     tokens = []
