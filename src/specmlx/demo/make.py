@@ -1,0 +1,97 @@
+"""How the embedded pair was made: `python -m specmlx.demo.make all --work DIR` repeats it, and resumes where it stopped."""
+
+import json
+import sys
+from pathlib import Path
+
+import click
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from specmlx.demo.data import VOCABULARY, PackedChats
+from specmlx.targets.config import HybridConfig
+from specmlx.targets.hybrid import Model
+from specmlx.training.loop import Schedule, train
+from specmlx.training.target import next_token_loss
+
+HERE = Path(__file__).parent
+SEED = 20261130
+TARGET_STEPS = 5600
+BATCH, LENGTH = 8, 256
+
+TARGET_CONFIG = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "eos_token_id": [2, 0],
+    "draft_model": "demo/dspark",
+}
+
+
+def new_target() -> Model:
+    """The demo target's geometry with seeded random weights."""
+    mx.random.seed(SEED)
+    model = Model(HybridConfig.from_dict(TARGET_CONFIG))
+    decays = mx.random.uniform(low=0.002, high=1.0, shape=(6, TARGET_CONFIG["linear_num_value_heads"]))
+    linear = [layer.linear_attn for layer in model.layers if layer.is_linear]
+    for mixer, A in zip(linear, decays, strict=True):
+        # Slow decays from the start, or the layers forget within a few rows what they should copy.
+        mixer.A_log = mx.log(A)
+    model.model.embed_tokens.weight = model.model.embed_tokens.weight * 0.2
+    mx.eval(model.parameters())
+    return model
+
+
+def train_target(work: Path, steps: int) -> Model:
+    """Train the target on packed chats, checkpointing in `work`."""
+    model = new_target()
+    model.train()
+    chats = PackedChats(HERE / "target", SEED, BATCH, LENGTH)
+
+    def batch(step: int) -> tuple[mx.array, ...]:
+        tokens, weights = chats.batch(step)
+        return mx.array(tokens), mx.array(weights)
+
+    for record in train(model, next_token_loss, batch, Schedule(3e-3, steps), work / "target"):
+        if record["step"] % 50 == 0:
+            click.echo(json.dumps(record), err=True)
+    model.eval()
+    return model
+
+
+def save_float16(model, config: dict, directory: Path) -> None:
+    """Write config.json and model.safetensors in float16 (loaded as float32) to `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {k: v.astype(mx.float16) for k, v in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+@click.command()
+@click.argument("what", type=click.Choice(["target"]))
+@click.option("--work", type=click.Path(path_type=Path), required=True, help="Where checkpoints and logs go.")
+@click.option("--steps", type=int, default=TARGET_STEPS, show_default=True)
+def main(what: str, work: Path, steps: int) -> None:
+    """Train the embedded demo pair from nothing."""
+    save_float16(train_target(work, steps), TARGET_CONFIG, HERE / "target")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""State of one conversation: keys and values, recurrent states, and the deferred commit over both."""

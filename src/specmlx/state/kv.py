@@ -1,0 +1,69 @@
+"""Keys and values of attention rows, written in place at each lane's own length."""
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+STEP = 256
+
+
+class KV(NamedTuple):
+    """Buffers `[B, H, capacity, D]`; rows beyond a lane's length are stale and finite, and must be masked."""
+
+    keys: mx.array
+    values: mx.array
+
+    @property
+    def capacity(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+def reserve(kv: KV | None, capacity: int, keys_like: mx.array, values_like: mx.array, step: int = STEP) -> KV:
+    """Buffers with room for `capacity` rows, rounded up to `step`; old rows are kept, new ones are zeros.
+
+    `keys_like` and `values_like` `[B, H, *, D]` give the shapes and dtypes of a buffer that does not exist yet.
+    """
+    have = 0 if kv is None else kv.capacity
+    if have >= capacity:
+        return kv
+    missing = -(-capacity // step) * step - have
+
+    def grown(buffer: mx.array | None, like: mx.array) -> mx.array:
+        B, H, _, D = like.shape
+        room = mx.zeros((B, H, missing, D), dtype=like.dtype)
+        return room if buffer is None else mx.concatenate([buffer, room], axis=2)
+
+    old = (None, None) if kv is None else kv
+    return KV(grown(old[0], keys_like), grown(old[1], values_like))
+
+
+def write(kv: KV, keys: mx.array, values: mx.array, start: int | mx.array) -> KV:
+    """The buffers with rows `[B, H, T, D]` written at `start`, an int or an int32 array `[B]` on the device.
+
+    Functional; mlx reuses the memory when nothing else refers to the old buffers at evaluation.
+    """
+    return KV(_write(kv.keys, keys, start), _write(kv.values, values, start))
+
+
+def _write(buffer: mx.array, rows: mx.array, start: int | mx.array) -> mx.array:
+    if isinstance(start, int):
+        return mx.slice_update(buffer, rows, mx.array([start]), axes=(2,))
+    B = buffer.shape[0]
+    if B == 1:
+        return mx.slice_update(buffer, rows, start.reshape(1), axes=(2,))
+    for lane in range(B):
+        at = mx.stack([mx.array(lane, dtype=start.dtype), start[lane]])
+        buffer = mx.slice_update(buffer, rows[lane : lane + 1], at, axes=(0, 2))
+    return buffer
+
+
+def visible(q_positions: mx.array, length: int, window: int | None = None) -> mx.array:
+    """Boolean mask `[B, 1, T, length]`: buffer row j is seen by the query at position p iff j <= p (and p - j < window)."""
+    rows = mx.arange(length)
+    q = q_positions[:, None, :, None]
+    mask = rows <= q
+    return mask if window is None else mask & (q - rows < window)

@@ -1,0 +1,142 @@
+"""The states of all layers for B lanes, and the transaction that a pass over the target is."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from specmlx.state.kv import KV
+from specmlx.state.recurrent import Recurrent
+
+Layer = KV | Recurrent | None
+Count = int | Sequence[int] | mx.array
+
+
+class Pass(NamedTuple):
+    """T rows that went through the target and are not committed.
+
+    logits `[B, T, V]` (None in prefill), features `[B, T, F]` (None without taps), and the layers' new states.
+    """
+
+    rows: int
+    layers: list[Layer]
+    logits: mx.array | None = None
+    features: mx.array | None = None
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that a commit would install or that its caller reads."""
+        outputs = [x for x in (self.logits, self.features) if x is not None]
+        return outputs + [x for layer in self.layers for x in _arrays(layer)]
+
+
+class Origin(NamedTuple):
+    """Where a pass starts: its first row, the committed rows of the tape before it, the buffer length that it sees."""
+
+    start: int | mx.array
+    count: int | mx.array
+    length: int
+
+
+class LayerStates:
+    """Layer states in which a pass counts only once it is committed: `open`, then `commit(n)` with growing n, or `abort()`.
+
+    `start` rows were in before the last committed pass and `count` of its rows are in too: ints while all lanes agree and
+    the host knows them, else int32 `[B]` on the device. Recurrent layers are installed by the first commit. KV buffers are
+    replaced when a pass opens, since it writes only beyond the rows that are in.
+    """
+
+    def __init__(self, layers: list[Layer], batch: int = 1):
+        self.layers = layers
+        self.batch = batch
+        self.start: int | mx.array = 0
+        self.count: int | mx.array = 0
+        self.bound = 0
+        self._counts: list[int] | None = [0] * batch
+        self._pass: Pass | None = None
+        self._committed = True
+        self._broken: str | None = None
+
+    @property
+    def length(self) -> int | mx.array:
+        """Rows that are in: an int, or int32 `[B]` where lanes differ or the host has not read the counts."""
+        return self.start + self.count
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers if layer is not None)
+
+    def origin(self, T: int) -> Origin:
+        """Where the next T rows start. Raises RuntimeError while a pass is neither committed nor aborted."""
+        if self._broken:
+            raise RuntimeError(f"this conversation can't go on ({self._broken}): start a new one")
+        if not self._committed:
+            raise RuntimeError(
+                "the last pass was neither committed nor aborted: call commit(n) or abort() first"
+            )
+        return Origin(self.length, self.count, self.bound + T)
+
+    def open(self, new: Pass) -> Pass:
+        """Take a pass whose layers have all been built."""
+        self.layers = [b if isinstance(b, KV) else a for a, b in zip(self.layers, new.layers, strict=True)]
+        self._pass, self._committed = new, False
+        self._bound_before = self.bound
+        return new
+
+    def evaluate(self, *arrays: mx.array) -> None:
+        """Evaluate the open pass with `arrays`. Where that raises, KV rows may be half written: all further use is refused."""
+        try:
+            mx.eval(self._pass.arrays(), *arrays)
+        except Exception as error:
+            self._broken = f"an evaluation failed: {error}"
+            raise
+
+    def commit(self, count: Count) -> None:
+        """Let the first `count` rows of the open pass in (per lane: a sequence, or int32 `[B]`, which is not read).
+
+        Raises RuntimeError without an open pass and ValueError for a count outside 0..T or below the last one; both
+        before anything changes.
+        """
+        if self._pass is None:
+            raise RuntimeError("nothing to commit: run a pass first")
+        value, counts = self._checked(count)
+        if not self._committed:
+            self.start = self.length
+            self.layers = [
+                a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)
+            ]
+            self._committed = True
+        self.count, self._counts = value, counts
+        self.bound = self._bound_before + (max(counts) if counts else self._pass.rows)
+
+    def abort(self) -> None:
+        """Drop the open pass as if it had never run; a pass that is committed stays."""
+        if not self._committed:
+            self._pass, self._committed = None, True
+
+    def folded(self) -> list[Layer]:
+        """The layers with every committed row applied and no tape: what a snapshot or a save keeps."""
+        return [x.folded(self.count) if isinstance(x, Recurrent) else x for x in self.layers]
+
+    def _checked(self, count: Count) -> tuple[int | mx.array, list[int] | None]:
+        T = self._pass.rows
+        if isinstance(count, mx.array):
+            return count.astype(mx.int32), None
+        counts = [count] * self.batch if isinstance(count, int) else list(count)
+        if len(counts) != self.batch:
+            raise ValueError(f"commit got {len(counts)} counts for {self.batch} lanes")
+        before = self._counts if self._committed and self._counts else [0] * self.batch
+        for n, least in zip(counts, before, strict=True):
+            if not 0 <= n <= T:
+                raise ValueError(f"can't commit {n} rows: the pass has {T}")
+            if n < least:
+                raise ValueError(f"can't commit {n} rows: {least} are committed already")
+        return (counts[0] if len(set(counts)) == 1 else mx.array(counts, dtype=mx.int32)), counts
+
+
+def _arrays(layer: Layer) -> list[mx.array]:
+    if layer is None:
+        return []
+    if isinstance(layer, KV):
+        return list(layer)
+    tape = [] if layer.tape is None else [*layer.tape, layer.conv_rows]
+    return [layer.S, layer.conv, *tape]

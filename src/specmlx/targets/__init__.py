@@ -1,0 +1,1 @@
+"""Targets: the models whose distribution is never changed."""

@@ -1,0 +1,55 @@
+"""The gated full-attention layer of Qwen3.5, with mlx-lm's names and arithmetic."""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
+
+from specmlx.state.kv import KV, reserve, write
+from specmlx.targets.config import HybridConfig
+
+
+class Attention(nn.Module):
+    def __init__(self, config: HybridConfig):
+        super().__init__()
+        self.num_attention_heads = config.num_attention_heads
+        self.num_key_value_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.scale = self.head_dim**-0.5
+
+        D, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(D, self.num_attention_heads * self.head_dim * 2, bias=bias)
+        self.k_proj = nn.Linear(D, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(D, self.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_attention_heads * self.head_dim, D, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+        rope = config.rope_parameters
+        self.rope = initialize_rope(
+            int(self.head_dim * rope.get("partial_rotary_factor", 0.25)),
+            base=rope.get("rope_theta", 100000.0),
+            traditional=False,
+            scaling_config=rope,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+
+    def __call__(
+        self, x: mx.array, kv: KV | None, start: int | mx.array, length: int, mask: mx.array | str | None
+    ) -> tuple[mx.array, KV | None]:
+        """Rows `[B, T, D]` written at `start` (int, or int32 `[B]`), which then see the buffer's first `length` rows by `mask`.
+
+        Without a buffer (`kv` None and `length` 0, in training) the rows see one another only.
+        """
+        B, T, _ = x.shape
+        q, gate = mx.split(self.q_proj(x).reshape(B, T, self.num_attention_heads, -1), 2, axis=-1)
+        gate = gate.reshape(B, T, -1)
+        k = self.k_norm(self.k_proj(x).reshape(B, T, self.num_key_value_heads, -1)).transpose(0, 2, 1, 3)
+        v = self.v_proj(x).reshape(B, T, self.num_key_value_heads, -1).transpose(0, 2, 1, 3)
+        q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=start)
+        k = self.rope(k, offset=start)
+        if length:
+            kv = write(reserve(kv, length, k, v), k, v, start)
+            k, v = kv.keys[:, :, :length], kv.values[:, :, :length]
+        o = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+        o = o.transpose(0, 2, 1, 3).reshape(B, T, -1)
+        return self.o_proj(o * mx.sigmoid(gate)), kv

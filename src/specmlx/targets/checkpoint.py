@@ -1,0 +1,101 @@
+"""A target from a checkpoint directory: mlx-lm's files and raw Hugging Face ones."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map_with_path
+
+from specmlx.targets.config import HybridConfig
+from specmlx.targets.hybrid import Model
+
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a checkpoint directory. Raises ValueError in one line where it is missing or not JSON."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{path} has no config.json: give a model directory or a Hub id")
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error})") from None
+
+
+def check_target(config: dict[str, Any], path: Path | str) -> None:
+    """Raise ValueError in one line unless `config` is a dense Qwen3.5-family hybrid's."""
+    architectures = " ".join(config.get("architectures") or [])
+    if any(word in architectures for word in ("DFlash", "DSpark", "Speculator")):
+        raise ValueError(f"{path} is a drafter ({architectures}), not a target: pass it as draft_model")
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(
+            f"{path} has model_type {model_type!r}, not a hybrid that specmlx runs ({', '.join(MODEL_TYPES)})"
+        )
+    try:
+        HybridConfig.from_dict(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def load_target(
+    path: Path,
+    *,
+    dtype: mx.Dtype | None = None,
+    lazy: bool = False,
+    strict: bool = True,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+) -> tuple[Model, dict[str, Any]]:
+    """The model of a checkpoint directory and its config; `dtype` overrides the dtype of the file's unpacked weights.
+
+    Raises ValueError in one line for what is not a dense hybrid, and for missing, extra, corrupt or truncated weights.
+    """
+    from mlx_lm.utils import load_adapters, load_model
+
+    check_target(read_config(path) | (model_config or {}), path)
+    try:
+        model, config = load_model(
+            path,
+            lazy=True,
+            strict=strict,
+            model_config=model_config,
+            get_model_classes=lambda config: (Model, HybridConfig),
+        )
+    except FileNotFoundError:
+        raise ValueError(f"{path} has no model*.safetensors: the download may be incomplete") from None
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
+    if adapter_path is not None:
+        model = _with_adapters(load_adapters, model, adapter_path)
+    if dtype is not None:
+        cast(model, dtype)
+    model.eval()
+    if not lazy:
+        mx.eval(model.parameters())
+    return model, config
+
+
+def cast(model, dtype: mx.Dtype) -> None:
+    """Cast floating parameters in place; A_log goes to float32, since the decay is computed there."""
+
+    def to(path: str, x: mx.array) -> mx.array:
+        if not mx.issubdtype(x.dtype, mx.floating):
+            return x
+        return x.astype(mx.float32 if path.endswith("A_log") else dtype)
+
+    model.update(tree_map_with_path(to, model.parameters()))
+
+
+def _with_adapters(load_adapters, model: Model, adapter_path: str) -> Model:
+    try:
+        return load_adapters(model, adapter_path)
+    except (FileNotFoundError, RuntimeError, ValueError, KeyError) as error:
+        raise ValueError(f"can't load the adapter {adapter_path}: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 400 else f"{text[:400]}…"

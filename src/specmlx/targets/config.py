@@ -1,0 +1,90 @@
+"""Geometry of a Qwen3.5-family text model."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@dataclass
+class HybridConfig:
+    """The text part of a `qwen3_5` config.json, with Hugging Face's names and mlx-lm's defaults."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    model_type: str = "qwen3_5"
+    num_key_value_heads: int = 8
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 131072
+    linear_num_value_heads: int = 64
+    linear_num_key_heads: int = 16
+    linear_key_head_dim: int = 192
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    full_attention_interval: int = 4
+    layer_types: list[str] | None = None
+    num_experts: int = 0
+    rope_parameters: dict[str, Any] = field(
+        default_factory=lambda: {"type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 0.25}
+    )
+    draft_model: str | None = None
+
+    def __post_init__(self):
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            self.layer_types = [
+                LINEAR if (i + 1) % self.full_attention_interval else FULL
+                for i in range(self.num_hidden_layers)
+            ]
+        self.rope_parameters = dict(self.rope_parameters)
+        if "type" not in self.rope_parameters:
+            self.rope_parameters["type"] = self.rope_parameters.get("rope_type", "default")
+        self._validate()
+
+    def _validate(self):
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types names {len(self.layer_types)} layers but num_hidden_layers is {self.num_hidden_layers}"
+            )
+        if unknown := sorted(set(self.layer_types) - {LINEAR, FULL}):
+            raise ValueError(f"layer_types has {unknown}: specmlx knows {LINEAR!r} and {FULL!r}")
+        if LINEAR not in self.layer_types:
+            raise ValueError(
+                "not a hybrid: no layer is 'linear_attention'; specmlx runs Gated DeltaNet hybrids"
+            )
+        if self.num_experts > 0:
+            raise ValueError(
+                f"num_experts is {self.num_experts}: mixture-of-experts targets are not supported yet"
+            )
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads ({self.linear_num_value_heads}) must be a multiple of "
+                f"linear_num_key_heads ({self.linear_num_key_heads})"
+            )
+
+    @classmethod
+    def from_dict(cls, params: dict[str, Any]) -> "HybridConfig":
+        """The text config of a whole config.json, or of its `text_config` part; unknown keys are ignored.
+
+        Raises ValueError where a required key is missing or the geometry is not a dense hybrid.
+        """
+        text = {**params, **params.get("text_config", {})}
+        text["model_type"] = params.get("model_type", text.get("model_type"))
+        required = (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "vocab_size",
+        )
+        if missing := [key for key in required if key not in text]:
+            raise ValueError(f"config.json lacks {', '.join(missing)}")
+        known = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in text.items() if key in known and value is not None})

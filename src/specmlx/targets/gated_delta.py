@@ -1,0 +1,95 @@
+"""The Gated DeltaNet layer of Qwen3.5, with mlx-lm's names and arithmetic."""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import precise_swiglu
+
+from specmlx.kernels.gated_delta import GRID, delta_rule, steps
+from specmlx.state.recurrent import Recurrent
+from specmlx.targets.config import HybridConfig
+
+
+class RMSNormGated(nn.Module):
+    """rms_norm(x) * weight * silu(gate), the gate in float32."""
+
+    def __init__(self, dims: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = mx.ones(dims)
+
+    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
+        return precise_swiglu(x, gate, mx.fast.rms_norm(x, self.weight, self.eps))
+
+
+class GatedDeltaNet(nn.Module):
+    def __init__(self, config: HybridConfig):
+        super().__init__()
+        self.num_k_heads = config.linear_num_key_heads
+        self.num_v_heads = config.linear_num_value_heads
+        self.head_k_dim = config.linear_key_head_dim
+        self.head_v_dim = config.linear_value_head_dim
+        self.key_dim = self.head_k_dim * self.num_k_heads
+        self.value_dim = self.head_v_dim * self.num_v_heads
+        self.conv_dim = 2 * self.key_dim + self.value_dim
+        self.conv_kernel_size = config.linear_conv_kernel_dim
+
+        self.conv1d = nn.Conv1d(
+            self.conv_dim, self.conv_dim, kernel_size=self.conv_kernel_size, groups=self.conv_dim, bias=False
+        )
+        self.in_proj_qkv = nn.Linear(config.hidden_size, self.conv_dim, bias=False)
+        self.in_proj_z = nn.Linear(config.hidden_size, self.value_dim, bias=False)
+        self.in_proj_b = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
+        self.in_proj_a = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
+        self.dt_bias = mx.ones(self.num_v_heads)
+        self.A_log = mx.log(mx.random.uniform(low=1e-3, high=16, shape=(self.num_v_heads,)))
+        self.norm = RMSNormGated(self.head_v_dim, eps=config.rms_norm_eps)
+        self.out_proj = nn.Linear(self.value_dim, config.hidden_size, bias=False)
+
+    def empty(self, batch: int, dtype: mx.Dtype) -> Recurrent:
+        """The state before the first row."""
+        return Recurrent(
+            mx.zeros((batch, self.num_v_heads, self.head_v_dim, self.head_k_dim), dtype=mx.float32),
+            mx.zeros((batch, self.conv_kernel_size - 1, self.conv_dim), dtype=dtype),
+        )
+
+    def prefill(self, x: mx.array, state: Recurrent, block: int = GRID) -> tuple[mx.array, Recurrent]:
+        """Rows `[B, T, D]` that are all kept, in blocks from the first row on; `state` has no tape."""
+        q, k, v, log_g, beta, conv_input = self._project(x, state.conv)
+        y, S = delta_rule(state.S, q, k, v, log_g, beta, block)
+        conv = mx.contiguous(conv_input[:, -(self.conv_kernel_size - 1) :])
+        return self._output(y, x), Recurrent(S, conv)
+
+    def verify(self, x: mx.array, state: Recurrent, count: int | mx.array) -> tuple[mx.array, Recurrent]:
+        """Rows `[B, T, D]` of which none is kept yet, after the first `count` rows of the last pass were."""
+        base = state.folded(count)
+        q, k, v, log_g, beta, conv_input = self._project(x, base.conv)
+        y, _, tape = steps(base.S, q, k, v, mx.exp(log_g), beta)
+        conv_rows = conv_input[:, self.conv_kernel_size - 1 :]
+        return self._output(y, x), base._replace(tape=tape, conv_rows=conv_rows)
+
+    def _project(self, x: mx.array, conv: mx.array):
+        B, T, _ = x.shape
+        conv_input = mx.concatenate([conv, self.in_proj_qkv(x)], axis=1)
+        q, k, v = mx.split(nn.silu(self._conv(conv_input, T)), [self.key_dim, 2 * self.key_dim], axis=-1)
+        q = q.reshape(B, T, self.num_k_heads, self.head_k_dim)
+        k = k.reshape(B, T, self.num_k_heads, self.head_k_dim)
+        v = v.reshape(B, T, self.num_v_heads, self.head_v_dim)
+        # Unit length for q and k, and q times Dk^-0.5. rms_norm adds eps to the mean of squares, the l2 norm to the sum.
+        scale = self.head_k_dim**-0.5
+        eps = 1e-6 * scale**2
+        q = scale**2 * mx.fast.rms_norm(q, None, eps)
+        k = scale * mx.fast.rms_norm(k, None, eps)
+        log_g = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(self.in_proj_a(x) + self.dt_bias)
+        return q, k, v, log_g, mx.sigmoid(self.in_proj_b(x)), conv_input
+
+    def _conv(self, conv_input: mx.array, T: int) -> mx.array:
+        if not self.training:
+            return self.conv1d(conv_input)
+        # The same sum by shifts: its gradient is four times as fast on the CPU.
+        weight = self.conv1d.weight
+        return sum(conv_input[:, i : i + T] * weight[:, i, 0] for i in range(self.conv_kernel_size))
+
+    def _output(self, y: mx.array, x: mx.array) -> mx.array:
+        B, T, _ = x.shape
+        z = self.in_proj_z(x).reshape(B, T, self.num_v_heads, self.head_v_dim)
+        return self.out_proj(self.norm(y, z).reshape(B, T, -1))

@@ -1,0 +1,218 @@
+"""The Qwen3.5-family hybrid: Gated DeltaNet layers with full attention between them, by mlx-lm's names."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+
+from specmlx.kernels.gated_delta import GRID
+from specmlx.state.kv import visible
+from specmlx.state.layers import Layer, LayerStates, Origin, Pass
+from specmlx.targets import stock
+from specmlx.targets.attention import Attention
+from specmlx.targets.config import LINEAR, HybridConfig
+from specmlx.targets.gated_delta import GatedDeltaNet
+from specmlx.targets.weights import sanitize
+
+
+# Through mlx-lm's interface, passes of up to this many rows are stepped, as decoding is; longer ones are prefill.
+_STEPPED = 16
+
+
+class MLP(nn.Module):
+    def __init__(self, dims: int, hidden_dims: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dims, hidden_dims, bias=False)
+        self.up_proj = nn.Linear(dims, hidden_dims, bias=False)
+        self.down_proj = nn.Linear(hidden_dims, dims, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: HybridConfig, index: int):
+        super().__init__()
+        self.is_linear = config.layer_types[index] == LINEAR
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(config)
+        else:
+            self.self_attn = Attention(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+
+    def __call__(self, x: mx.array, mixer: Callable) -> tuple[mx.array, object]:
+        """x plus its mixer's output plus its MLP's; `mixer(normed x)` also returns the layer's new state."""
+        r, state = mixer(self.input_layernorm(x))
+        h = x + r
+        return h + self.mlp(self.post_attention_layernorm(h)), state
+
+
+class HybridTextModel(nn.Module):
+    def __init__(self, config: HybridConfig):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = [DecoderLayer(config, i) for i in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def rows(self, h: mx.array, mixers: Sequence[Callable], tap_ids: Sequence[int]):
+        """Run embeddings `[B, T, D]` through all layers: the residual stream, the layers' new states, the taps `[B, T, F]`."""
+        states, taps = [], {}
+        for i, (layer, mixer) in enumerate(zip(self.layers, mixers, strict=True)):
+            h, state = layer(h, mixer)
+            states.append(state)
+            if i in tap_ids:
+                taps[i] = h
+        features = mx.concatenate([taps[i] for i in tap_ids], axis=-1) if tap_ids else None
+        return h, states, features
+
+
+class TextModel(nn.Module):
+    def __init__(self, config: HybridConfig):
+        super().__init__()
+        self.model = HybridTextModel(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def logits(self, h: mx.array) -> mx.array:
+        """Logits `[..., V]` of normed hidden rows `[..., D]`, by the tied embedding or the head."""
+        if "lm_head" in self:
+            return self.lm_head(h)
+        return self.model.embed_tokens.as_linear(h)
+
+
+class Model(nn.Module):
+    """A hybrid target (mlx-lm's `qwen3_5`, dense)."""
+
+    def __init__(self, config: HybridConfig):
+        super().__init__()
+        self.args = config
+        self.model_type = config.model_type
+        self.language_model = TextModel(config)
+
+    @property
+    def model(self) -> HybridTextModel:
+        return self.language_model.model
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        return self.model.layers
+
+    def embed_tokens(self, ids: mx.array) -> mx.array:
+        """Embeddings `[..., D]` of token ids `[...]`."""
+        return self.model.embed_tokens(ids)
+
+    def lm_head(self, h: mx.array) -> mx.array:
+        """Logits `[..., V]` of hidden rows `[..., D]` that the final norm has seen."""
+        return self.language_model.logits(h)
+
+    def new_states(self, batch: int = 1) -> LayerStates:
+        """The states of `batch` conversations before their first row."""
+        dtype = self.model.norm.weight.dtype
+        empty = [layer.linear_attn.empty(batch, dtype) if layer.is_linear else None for layer in self.layers]
+        return LayerStates(empty, batch)
+
+    def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int] = ()) -> Pass:
+        """Run rows `[B, T]` (int32 ids) after the committed ones: logits `[B, T, V]` and features `[B, T, F]`, none committed.
+
+        Raises RuntimeError, before anything changes, while the last pass is neither committed nor aborted.
+        """
+        h, layers, features = self._rows(states, self.embed_tokens(rows), tap_ids, stepped=True)
+        return states.open(Pass(rows.shape[1], layers, self.lm_head(self.model.norm(h)), features))
+
+    def prefill(
+        self, states: LayerStates, tokens: mx.array, tap_ids: Sequence[int] = (), step_size: int = 2048
+    ) -> Iterator[tuple[mx.array, mx.array | None]]:
+        """Run tokens `[B, L]` that are all kept, in steps, and yield each step's tokens and features once it is committed.
+
+        Steps end on the absolute grid of 64 rows, to which `step_size` is rounded up, so a row's bits do not depend on
+        it. No logits are computed. Raises ValueError where the lanes' lengths differ.
+        """
+        step_size = -(-step_size // GRID) * GRID
+        while tokens.shape[1]:
+            n = min(_to_grid(states) or step_size, tokens.shape[1])
+            step, tokens = tokens[:, :n], tokens[:, n:]
+            _, layers, features = self._rows(states, self.embed_tokens(step), tap_ids, stepped=False)
+            states.open(Pass(n, layers, features=features))
+            states.evaluate()
+            states.commit(n)
+            mx.clear_cache()
+            yield step, features
+
+    def _rows(self, states: LayerStates, h: mx.array, tap_ids: Sequence[int], stepped: bool):
+        """Rows after the committed ones: one by one with a tape, or in blocks where all of them will be kept."""
+        B, T, _ = h.shape
+        origin = states.origin(T)
+        mask = _mask(origin, B, T)
+
+        def mixer(layer: DecoderLayer, state: Layer) -> Callable:
+            if not layer.is_linear:
+                return partial(layer.self_attn, kv=state, start=origin.start, length=origin.length, mask=mask)
+            if stepped:
+                return partial(layer.linear_attn.verify, state=state, count=origin.count)
+            return partial(layer.linear_attn.prefill, state=state.folded(origin.count))
+
+        return self.model.rows(h, [*map(mixer, self.layers, states.layers)], tap_ids)
+
+    def features(self, tokens: mx.array, tap_ids: Sequence[int] = (), block: int = GRID):
+        """Final hidden rows `[B, T, D]` (normed) and taps `[B, T, F]` of whole sequences `[B, T]`; differentiable."""
+        return self._whole(self.embed_tokens(tokens), tap_ids, block)
+
+    def _whole(self, h: mx.array, tap_ids: Sequence[int] = (), block: int = GRID):
+        B, T, _ = h.shape
+        mask = "causal" if T > 1 else None
+
+        def mixer(layer: DecoderLayer) -> Callable:
+            if layer.is_linear:
+                state = layer.linear_attn.empty(B, h.dtype)
+                return partial(layer.linear_attn.prefill, state=state, block=block)
+            return partial(layer.self_attn, kv=None, start=0, length=0, mask=mask)
+
+        h, _, features = self.model.rows(h, [*map(mixer, self.layers)], tap_ids)
+        return self.model.norm(h), features
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Weights of any publisher under this model's names; idempotent (see `targets.weights`)."""
+        return sanitize(weights, tied="lm_head" not in self.language_model)
+
+    def make_cache(self) -> list:
+        """Empty stock mlx-lm caches, one a layer, for mlx-lm's own `generate` and cache files."""
+        return stock.empty_caches([layer.is_linear for layer in self.layers])
+
+    def __call__(
+        self, inputs: mx.array, cache: list | None = None, input_embeddings: mx.array | None = None
+    ) -> mx.array:
+        """Logits `[B, L, V]` as mlx-lm's models give them; `cache`, a list of stock mlx-lm caches, is updated in place."""
+        h = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
+        if cache is None:
+            return self.lm_head(self._whole(h)[0])
+        states = stock.import_caches(cache, self.new_states(h.shape[0]))
+        outputs = []
+        while h.shape[1]:
+            stepped = h.shape[1] <= _STEPPED
+            n = h.shape[1] if stepped else min(_to_grid(states) or h.shape[1], h.shape[1])
+            out, layers, _ = self._rows(states, h[:, :n], (), stepped)
+            states.open(Pass(n, layers))
+            states.commit(n)
+            outputs.append(out)
+            h = h[:, n:]
+        stock.export_caches(states, cache)
+        return self.lm_head(self.model.norm(mx.concatenate(outputs, axis=1)))
+
+
+def _to_grid(states: LayerStates) -> int:
+    """Rows from the states' length to the next grid point, 0 on the grid."""
+    start = states.length
+    if not isinstance(start, int):
+        raise ValueError("prefill needs lanes of one known length: run it before they part")
+    return -start % GRID
+
+
+def _mask(origin: Origin, B: int, T: int) -> mx.array | str | None:
+    if isinstance(origin.start, int):
+        return "causal" if T > 1 else None
+    positions = mx.broadcast_to(origin.start.reshape(-1, 1), (B, 1)) + mx.arange(T)
+    return visible(positions, origin.length)

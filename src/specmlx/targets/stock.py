@@ -1,0 +1,53 @@
+"""mlx-lm's own caches as layer states, and back: so that a stock `prompt_cache` list is one of ours."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from specmlx.state.kv import KV
+from specmlx.state.layers import LayerStates, Pass
+from specmlx.state.recurrent import Recurrent
+
+
+def empty_caches(is_linear: Sequence[bool]) -> list:
+    """One empty mlx-lm cache a layer: ArraysCache(2) for Gated DeltaNet, KVCache for attention."""
+    return [ArraysCache(size=2) if linear else KVCache() for linear in is_linear]
+
+
+def import_caches(caches: list, states: LayerStates) -> LayerStates:
+    """Put what the caches hold into new `states`.
+
+    Raises TypeError for a cache of another class (naming it and its layer), ValueError where layers disagree in length.
+    """
+    if len(caches) != len(states.layers):
+        raise ValueError(f"prompt_cache has {len(caches)} layers but the model has {len(states.layers)}")
+    layers, lengths = [], set()
+    for i, (cache, empty) in enumerate(zip(caches, states.layers, strict=True)):
+        expected = ArraysCache if isinstance(empty, Recurrent) else KVCache
+        if type(cache) is not expected:
+            raise TypeError(
+                f"prompt_cache layer {i} is a {type(cache).__name__}: specmlx reads {expected.__name__} there"
+            )
+        if expected is KVCache:
+            lengths.add(cache.offset)
+            layers.append(None if cache.empty() else KV(cache.keys, cache.values))
+        else:
+            conv, S = cache[0], cache[1]
+            layers.append(empty if S is None else Recurrent(S, conv))
+    if len(lengths) > 1:
+        raise ValueError(f"prompt_cache layers hold different lengths {sorted(lengths)}: they must agree")
+    if length := max(lengths, default=0):
+        states.open(Pass(length, layers))
+        states.commit(length)
+    return states
+
+
+def export_caches(states: LayerStates, caches: list) -> None:
+    """Write the committed rows into the caches, in place."""
+    for cache, layer in zip(caches, states.folded(), strict=True):
+        if isinstance(layer, Recurrent):
+            cache[0], cache[1] = layer.conv, layer.S
+        elif layer is not None:
+            cache.keys, cache.values = layer
+            cache.offset = int(mx.array(states.length).max().item())

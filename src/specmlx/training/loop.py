@@ -1,0 +1,82 @@
+"""The training loop that targets and drafters share: clipped AdamW steps, a log in JSONL, checkpoints, resume."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+
+from specmlx.training.checkpoints import load_checkpoint, save_checkpoint
+
+Batch = tuple[mx.array, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate over steps: linear warm-up, `constant` as a share of all steps, then linear down to `floor` × peak."""
+
+    peak: float
+    steps: int
+    warmup: int = 50
+    constant: float = 0.5
+    floor: float = 0.02
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup:
+            return self.peak * (step + 1) / self.warmup
+        down_from = self.constant * self.steps
+        if step < down_from:
+            return self.peak
+        left = max(0.0, (self.steps - step) / max(1.0, self.steps - down_from))
+        return self.peak * max(self.floor, left)
+
+
+def train(
+    model: nn.Module,
+    loss: Callable[..., tuple[mx.array, dict[str, mx.array]]],
+    batch: Callable[[int], Batch],
+    schedule: Schedule,
+    directory: Path,
+    *,
+    betas: tuple[float, float] = (0.9, 0.97),
+    weight_decay: float = 0.05,
+    clip: float = 1.0,
+    checkpoint_every: int = 100,
+) -> Iterator[dict]:
+    """Train `model` in place, from the checkpoint in `directory` where there is one, and yield a record every 10 steps.
+
+    `loss(model, *batch(step))` gives the scalar to lower and figures to log. The batch of a step depends on the step only,
+    so an interrupted run goes on as an uninterrupted one would.
+    """
+    optimizer = optim.AdamW(schedule(0), betas=list(betas), weight_decay=weight_decay)
+    optimizer.init(model.trainable_parameters())
+    checkpoint, log = directory / "checkpoint.safetensors", directory / "log.jsonl"
+    first = load_checkpoint(checkpoint, model, optimizer) if checkpoint.exists() else 0
+    gradient = nn.value_and_grad(model, loss)
+    directory.mkdir(parents=True, exist_ok=True)
+    started, seen = time.perf_counter(), 0
+    for step in range(first, schedule.steps):
+        optimizer.learning_rate = schedule(step)
+        arrays = batch(step)
+        (value, figures), gradients = gradient(model, *arrays)
+        gradients, norm = optim.clip_grad_norm(gradients, clip)
+        optimizer.update(model, gradients)
+        mx.eval(model.parameters(), optimizer.state, value, figures, norm)
+        seen += arrays[0].size
+        if (step + 1) % 10 == 0:
+            record = {
+                "step": step + 1,
+                "loss": round(value.item(), 5),
+                "norm": round(norm.item(), 4),
+                **{name: round(x.item(), 5) for name, x in figures.items()},
+                "tokens_per_second": round(seen / (time.perf_counter() - started), 1),
+            }
+            with log.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            yield record
+        if (step + 1) % checkpoint_every == 0 or step + 1 == schedule.steps:
+            save_checkpoint(checkpoint, step + 1, model, optimizer)

@@ -1,0 +1,104 @@
+"""Tiny random hybrids for tests, ours and mlx-lm's with the same weights."""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from specmlx.state.kv import KV
+from specmlx.state.layers import LayerStates
+from specmlx.targets.checkpoint import cast
+from specmlx.targets.config import HybridConfig
+from specmlx.targets.hybrid import Model
+
+TINY = {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 96,
+    "max_position_embeddings": 4096,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+
+def tiny(seed: int = 0, dtype: mx.Dtype = mx.float32, bits: int | None = None, **changes) -> Model:
+    """A random hybrid whose heads' decays span .9 to .9999, so that stale states are seen."""
+    mx.random.seed(seed)
+    model = Model(HybridConfig.from_dict(TINY | changes))
+    weights = []
+    for name, value in tree_flatten(model.parameters()):
+        if name.endswith("A_log"):
+            value = mx.log(-mx.log(mx.linspace(0.9, 0.9999, value.size)))
+        elif name.endswith("dt_bias"):
+            value = mx.zeros_like(value) + 0.5
+        elif value.ndim == 1:
+            value = 1 + 0.1 * mx.random.normal(value.shape)
+        elif "in_proj_a" in name:
+            value = 0.05 * mx.random.normal(value.shape)
+        weights.append((name, value))
+    model.update(tree_unflatten(weights))
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    cast(model, dtype)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def mlx_lm_twin(model: Model, **changes):
+    """mlx-lm's own qwen3_5 with the very arrays of `model`."""
+    from mlx_lm.models import qwen3_5
+
+    twin = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(TINY | changes))
+    if any(isinstance(m, nn.QuantizedLinear) for _, m in model.named_modules()):
+        nn.quantize(twin, group_size=32, bits=_bits(model))
+    twin.load_weights(tree_flatten(model.parameters()), strict=True)
+    twin.eval()
+    return twin
+
+
+def _bits(model: Model) -> int:
+    return next(m.bits for _, m in model.named_modules() if isinstance(m, nn.QuantizedLinear))
+
+
+def tokens(seed: int, n: int, vocab: int = 96) -> mx.array:
+    """`[1, n]` seeded random int32 ids."""
+    return mx.random.randint(0, vocab, (1, n), key=mx.random.key(seed)).astype(mx.int32)
+
+
+def prefilled(model: Model, ids: mx.array, **options) -> LayerStates:
+    """States after a prefill of `ids` `[B, L]`."""
+    states = model.new_states(ids.shape[0])
+    for _ in model.prefill(states, ids, **options):
+        pass
+    return states
+
+
+def leaves(states: LayerStates, lane: int = 0) -> list[mx.array]:
+    """Everything that the committed rows of one lane left: S, conv inputs, keys and values up to its length."""
+    length = int(mx.broadcast_to(mx.array(states.length), (states.batch,))[lane].item())
+    found = []
+    for layer in states.folded():
+        if isinstance(layer, KV):
+            found += [x[lane, :, :length] for x in layer]
+        elif layer is not None:
+            found += [layer.S[lane], layer.conv[lane]]
+    return found
+
+
+def same_bits(a: list[mx.array], b: list[mx.array]) -> bool:
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and mx.array_equal(x, y).item() for x, y in zip(a, b, strict=True)
+    )
