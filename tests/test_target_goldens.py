@@ -15,20 +15,20 @@ PARTS = [("prefill", 150), ("verify", 1), ("verify", 1), ("verify", 1), ("verify
 
 def run(model, tokens: np.ndarray, tap_ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Logits [N, V] and taps [N, F] of all rows, fed part by part into one conversation."""
-    conversation = model.new_conversation()
+    states = model.new_states()
     logits, features, start = [], [], 0
     for kind, rows in PARTS:
         part = mx.array(tokens[start : start + rows])[None]
         start += rows
         if kind == "prefill":
-            taps = model.prefill(conversation, part, tap_ids)
-            # Prefill keeps no logits: they are the head of the last layer's tap, normed.
-            last = taps[..., -model.args.hidden_size :]
-            logits.append(model.lm_head(model.model.norm(last)))
-            features.append(taps)
+            for _, taps in model.prefill(states, part, tap_ids):
+                # Prefill computes no logits: they are the head of the last layer's tap, normed.
+                last = taps[..., -model.args.hidden_size :]
+                logits.append(model.lm_head(model.model.norm(last)))
+                features.append(taps)
         else:
-            verified = model.verify(conversation, part, tap_ids)
-            conversation.commit(rows)
+            verified = model.verify(states, part, tap_ids)
+            states.commit(rows)
             logits.append(verified.logits)
             features.append(verified.features)
     assert start == len(tokens)
@@ -39,7 +39,7 @@ def run(model, tokens: np.ndarray, tap_ids: tuple[int, ...]) -> tuple[np.ndarray
 def test_logits_and_taps_are_those_of_transformers(name, atol):
     expected = {k: np.array(v) for k, v in mx.load(str(GOLDENS / name / "expected.safetensors")).items()}
     tap_ids = tuple(sorted(int(k.split(".")[1]) for k in expected if k.startswith("tap.")))
-    model = load_target(GOLDENS / name / "checkpoint")
+    model, _ = load_target(GOLDENS / name / "checkpoint")
     assert tap_ids[-1] == model.args.num_hidden_layers - 1
 
     logits, features = run(model, expected["tokens"], tap_ids)
