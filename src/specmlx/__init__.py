@@ -7,16 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specmlx.generation import (
-        GenerationResponse,
-        generate,
-        load,
-        load_drafter,
-        load_prompt_cache,
-        make_prompt_cache,
-        save_prompt_cache,
-        stream_generate,
-    )
+    from specmlx.generation import GenerationResponse, generate, stream_generate
+    from specmlx.loading import load, load_drafter
+    from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
     from specmlx.speculation.processors import make_logits_processors
     from specmlx.speculation.sampling import make_sampler
 
@@ -25,13 +18,13 @@ __version__ = "0.1.0"
 _HOME = {
     "GenerationResponse": "specmlx.generation",
     "generate": "specmlx.generation",
-    "load": "specmlx.generation",
-    "load_drafter": "specmlx.generation",
-    "load_prompt_cache": "specmlx.generation",
+    "load": "specmlx.loading",
+    "load_drafter": "specmlx.loading",
+    "load_prompt_cache": "specmlx.prompt_cache",
     "make_logits_processors": "specmlx.speculation.processors",
-    "make_prompt_cache": "specmlx.generation",
+    "make_prompt_cache": "specmlx.prompt_cache",
     "make_sampler": "specmlx.speculation.sampling",
-    "save_prompt_cache": "specmlx.generation",
+    "save_prompt_cache": "specmlx.prompt_cache",
     "stream_generate": "specmlx.generation",
 }
 
