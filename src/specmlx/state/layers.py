@@ -62,6 +62,11 @@ class LayerStates:
         return self.start + self.count
 
     @property
+    def broken(self) -> bool:
+        """Whether an evaluation failed half-way, so that all further use is refused."""
+        return self._broken is not None
+
+    @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers if layer is not None)
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
+from specmlx.drafters.proposal import Drafter
 from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import visible
 from specmlx.state.layers import Layer, LayerStates, Origin, Pass
@@ -92,6 +94,28 @@ class Model(nn.Module):
         self.args = config
         self.model_type = config.model_type
         self.language_model = TextModel(config)
+        self.attach(None, "no drafter was loaded")
+
+    def attach(self, drafter: Drafter | None, reason: str | None = None) -> None:
+        """Keep a drafter as `draft_model`, outside the parameter tree; `reason` says why there is none."""
+        self._drafting = SimpleNamespace(drafter=drafter, reason=reason)
+
+    @property
+    def draft_model(self) -> Drafter | None:
+        return self._drafting.drafter
+
+    @property
+    def no_draft_reason(self) -> str | None:
+        """Why `draft_model` is None, in one line."""
+        return self._drafting.reason
+
+    @property
+    def config(self) -> HybridConfig:
+        return self.args
+
+    @property
+    def vocab_size(self) -> int:
+        return self.args.vocab_size
 
     @property
     def model(self) -> HybridTextModel:

@@ -1,0 +1,289 @@
+"""The public API: mlx_lm's `generate` and `stream_generate`, over the speculative loop."""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from specmlx.drafters.proposal import Drafter
+from specmlx.loading import AUTO, load, load_drafter
+from specmlx.prompt_cache import (
+    close_cache,
+    load_prompt_cache,
+    make_prompt_cache,
+    open_cache,
+    save_prompt_cache,
+)
+from specmlx.speculation.loop import Token, generate_tokens
+from specmlx.speculation.policy import Policy
+from specmlx.speculation.stats import Stats
+from specmlx.speculation.stops import StopStrings
+from specmlx.targets.hybrid import Model
+
+__all__ = [
+    "GenerationResponse",
+    "generate",
+    "load",
+    "load_drafter",
+    "load_prompt_cache",
+    "make_prompt_cache",
+    "save_prompt_cache",
+    "stream_generate",
+]
+
+
+@dataclass
+class GenerationResponse:
+    """One token and the text that it lets out, with mlx_lm's fields and specmlx's `stats`.
+
+    Args:
+        text: the next segment of text; may be empty.
+        token: the token's id.
+        logprobs: the target's log-probabilities `[V]` for it, after logits processors and before the sampler's filters.
+        from_draft: whether the drafter had guessed it.
+        prompt_tokens: tokens of this call's prompt.
+        prompt_tps: prompt tokens per second of prefill.
+        generation_tokens: tokens given so far.
+        generation_tps: the same per second of decoding (prefill apart).
+        peak_memory: GB.
+        finish_reason: "length", "stop" or None while it goes on.
+        stats: counts of rounds and drafts up to this token.
+    """
+
+    text: str
+    token: int
+    logprobs: mx.array
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None = None
+    stats: Stats | None = None
+
+
+def stream_generate(
+    model: Model,
+    tokenizer: Any,
+    prompt: str | mx.array | Sequence[int],
+    max_tokens: int = 256,
+    draft_model: Drafter | str | None = AUTO,
+    stream: Any = None,
+    *,
+    num_draft_tokens: int | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    sampler: Callable[[mx.array], mx.array] | None = None,
+    logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
+    prompt_cache: Any = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    max_kv_size: int | None = None,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
+    input_embeddings: mx.array | None = None,
+) -> Iterator[GenerationResponse]:
+    """Generate text token by token with mlx_lm's signature and, where the model has a drafter, several tokens a pass.
+
+    Args:
+        prompt: text, ids, or an array of ids; with a `prompt_cache` that holds rows, only what is new.
+        max_tokens: -1 for no limit.
+        draft_model: "auto" (the one loaded with the model), None for plain decoding, a drafter, or its path.
+        num_draft_tokens: drafted tokens verified in each pass, 0 to the drafter's most (the default).
+        seed: makes sampling repeatable, whatever the drafter and the width.
+        stop: strings that end the text; they are not part of it.
+        sampler, logits_processors: `specmlx.make_sampler`'s and `make_logits_processors`'s, or any callable like mlx_lm's.
+        prompt_cache: `make_prompt_cache(model)` or mlx_lm's list of caches; extended in place.
+        prefill_step_size: prompt tokens per step, rounded up to a multiple of 64.
+        prompt_progress_callback: gets (processed, total).
+
+    Raises ValueError for options that can't be honoured, an empty prompt, ids outside the vocabulary, max_tokens of 0.
+    """
+    if not isinstance(model, Model):
+        raise ValueError(f"{type(model).__name__} is not a specmlx model: load it with specmlx.load")
+    refused = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "input_embeddings": input_embeddings}
+    for name, value in refused.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported yet: leave it out")
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}: it must be at least 1, or -1 for no limit")
+    if prefill_step_size < 1:
+        raise ValueError(f"prefill_step_size is {prefill_step_size}: it must be at least 1")
+    tokenizer = _wrapped(tokenizer)
+    ids = _encode(tokenizer, prompt, model.vocab_size)
+    policy = Policy(_sampler(sampler), logits_processors, seed)
+    drafter, stats = _drafting(model, draft_model, num_draft_tokens, policy)
+    stops = StopStrings([stop] if isinstance(stop, str) else stop)
+    return _responses(
+        model,
+        tokenizer,
+        ids,
+        policy,
+        drafter,
+        stats,
+        stops,
+        prompt_cache,
+        stream,
+        dict(
+            width=num_draft_tokens if drafter else None,
+            stop_tokens=frozenset(tokenizer.eos_token_ids),
+            max_tokens=max_tokens,
+            prefill_step_size=prefill_step_size,
+            progress=prompt_progress_callback,
+        ),
+    )
+
+
+def generate(
+    model: Model,
+    tokenizer: Any,
+    prompt: str | mx.array | Sequence[int],
+    verbose: bool = False,
+    **kwargs: Any,
+) -> str:
+    """The whole text of `stream_generate`, which takes the same options; `verbose` prints it as it comes, and figures on stderr."""
+    text, response = "", None
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        text += response.text
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose:
+        print()
+        print(summary(response), file=sys.stderr)
+    return text
+
+
+def summary(response: GenerationResponse) -> str:
+    """One line on a finished generation: tokens, acceptance length, speeds of decoding and end to end, mode and reason."""
+    stats = response.stats
+    seconds = stats.prefill_seconds + stats.decode_seconds
+    speculative = f", {stats.acceptance_length:.2f} tokens per target pass ({stats.rounds} passes)"
+    return (
+        f"{response.prompt_tokens} prompt and {response.generation_tokens} generated tokens"
+        f"{speculative if stats.mode == 'speculative' else ''}, decoding {response.generation_tps:.1f} tok/s, "
+        f"end to end {response.generation_tokens / max(seconds, 1e-9):.1f} tok/s, "
+        f"peak memory {response.peak_memory:.2f} GB, {stats.mode}{f' ({stats.reason})' if stats.reason else ''}"
+    )
+
+
+def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cache, stream, options):
+    from mlx_lm.generate import wired_limit
+
+    conversation = open_cache(model, prompt_cache)
+    owner = conversation.claim()
+    tokens = generate_tokens(model, conversation, ids, policy, drafter, stats=stats, owner=owner, **options)
+    if stream is not None:
+        tokens = _on_stream(tokens, stream)
+    detokenizer = tokenizer.detokenizer
+    with wired_limit(model):
+        try:
+            for token in tokens:
+                finish = token.finish_reason
+                if finish != "stop":
+                    detokenizer.add_token(token.id)
+                if finish:
+                    detokenizer.finalize()
+                text = stops.feed(detokenizer.last_segment)
+                if stops.stopped:
+                    finish = "stop"
+                elif finish:
+                    text += stops.flush()
+                if finish:
+                    _warn_if_idle(stats, drafter, options["width"])
+                yield _response(token, text, finish, len(ids), stats)
+                if finish:
+                    break
+        finally:
+            tokens.close()
+            close_cache(model, prompt_cache, conversation, owner)
+
+
+def _response(token: Token, text: str, finish: str | None, prompt_tokens: int, stats: Stats):
+    return GenerationResponse(
+        text=text,
+        token=token.id,
+        logprobs=token.logprobs,
+        from_draft=token.from_draft,
+        prompt_tokens=prompt_tokens,
+        prompt_tps=prompt_tokens / max(stats.prefill_seconds, 1e-9),
+        generation_tokens=stats.generation_tokens,
+        generation_tps=stats.generation_tokens / max(stats.decode_seconds, 1e-9),
+        peak_memory=mx.get_peak_memory() / 1e9,
+        finish_reason=finish,
+        stats=stats.snapshot(),
+    )
+
+
+def _on_stream(tokens: Iterator[Token], stream: Any) -> Iterator[Token]:
+    with contextlib.closing(tokens):
+        while True:
+            # Entered for each token, so that the caller's own work between two tokens stays on its stream.
+            with mx.stream(stream):
+                token = next(tokens, None)
+            if token is None:
+                return
+            yield token
+
+
+def _drafting(model: Model, draft_model: Any, num_draft_tokens: int | None, policy: Policy):
+    """The drafter to use, or none, and the stats that say so."""
+    reason = policy.reason
+    if isinstance(draft_model, str) and draft_model == AUTO:
+        drafter = model.draft_model
+        if drafter is None:
+            reason = model.no_draft_reason
+    elif draft_model is None:
+        drafter, reason = None, "draft_model is None"
+    else:
+        drafter = load_drafter(draft_model, model) if isinstance(draft_model, str) else draft_model
+    if drafter is None:
+        if num_draft_tokens:
+            raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
+        return None, Stats(mode="plain", reason=reason)
+    if not callable(getattr(drafter, "propose", None)):
+        raise ValueError(
+            f"draft_model is a {type(drafter).__name__}: load a DFlash or DSpark drafter with specmlx.load_drafter"
+        )
+    if getattr(drafter, "target", model) is not model:
+        raise ValueError(
+            "draft_model is paired with another target: load it with specmlx.load_drafter(path, model)"
+        )
+    if num_draft_tokens == 0:
+        return None, Stats(mode="plain", reason="num_draft_tokens is 0")
+    return drafter, Stats(mode="speculative", reason=policy.reason)
+
+
+def _warn_if_idle(stats: Stats, drafter: Drafter | None, width: int | None) -> None:
+    if drafter is not None and width != 0 and stats.rounds > 1 and stats.proposed == 0:
+        warnings.warn("the drafter was loaded but never proposed a token", stacklevel=4)
+
+
+def _encode(tokenizer: Any, prompt: str | mx.array | Sequence[int], vocab_size: int) -> list[int]:
+    if isinstance(prompt, str):
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        ids = tokenizer.encode(prompt, add_special_tokens=special)
+    else:
+        ids = prompt.tolist() if isinstance(prompt, mx.array) else [int(token) for token in prompt]
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one token")
+    if outside := [token for token in ids if not 0 <= token < vocab_size]:
+        raise ValueError(f"the prompt holds token {outside[0]}: the vocabulary has {vocab_size}")
+    return ids
+
+
+def _sampler(sampler: Any) -> Any:
+    from mlx_lm.sample_utils import greedy_sampler
+
+    return None if sampler is greedy_sampler else sampler
+
+
+def _wrapped(tokenizer: Any) -> Any:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)

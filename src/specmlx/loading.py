@@ -1,0 +1,149 @@
+"""Targets, drafters and tokenizers from a path, a Hub id or the embedded demo."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from specmlx.drafters import checkpoint as drafter_checkpoint
+from specmlx.drafters.proposal import Drafter
+from specmlx.targets.checkpoint import check_target, load_target, read_config
+from specmlx.targets.hybrid import Model
+
+DEMO = "demo"
+AUTO = "auto"
+_WEIGHTS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+
+
+def load(
+    path_or_hf_repo: str = DEMO,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    *,
+    draft_model: Any = AUTO,
+    dtype: mx.Dtype | str | None = None,
+):
+    """Load a hybrid target and its tokenizer as mlx_lm.load does, and keep a drafter as `model.draft_model`.
+
+    Args:
+        path_or_hf_repo: a directory, a Hub id, or "demo" (the embedded pair, the default).
+        draft_model: "auto" (what the target's config names, else its folder draft/, else none; nothing is downloaded
+            for it), None, a path or Hub id, or a drafter.
+        dtype: "float32", "bfloat16", "float16" or an mx.Dtype; default: the files' own, float32 for the demo.
+
+    Returns (model, tokenizer), with the config third if `return_config`. Raises ValueError in one line for what is not
+    a dense hybrid, a drafter that does not fit, and files that are missing or corrupt.
+    """
+    from mlx_lm.utils import load_tokenizer
+
+    dtype = _dtype(dtype)
+    path = resolve(path_or_hf_repo, revision=revision)
+    model, config = load_target(
+        path,
+        dtype=mx.float32 if dtype is None and path_or_hf_repo == DEMO else dtype,
+        lazy=lazy,
+        model_config=model_config,
+        adapter_path=adapter_path,
+    )
+    tokenizer_config = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+    try:
+        tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
+    _attach(model, path, draft_model, dtype)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_drafter(path_or_hf_repo: str, model: Model, *, dtype: mx.Dtype | str | None = None) -> Drafter:
+    """Load a drafter (a directory, a Hub id, "demo/dflash" or "demo/dspark") and pair it with a loaded target.
+
+    `dtype`: the target's own where it is unset. Raises ValueError in one line where the pair does not fit (both values
+    named) or files are missing or corrupt.
+    """
+    dtype = _dtype(dtype) or model.model.norm.weight.dtype
+    return drafter_checkpoint.load_drafter(resolve(path_or_hf_repo), model, dtype)
+
+
+def resolve(path_or_hf_repo: str, revision: str | None = None, local_only: bool = False) -> Path:
+    """The local directory of a path, a demo name or a Hub id, which is downloaded unless `local_only`.
+
+    Raises ValueError in one line where there is none.
+    """
+    name = str(path_or_hf_repo)
+    if name == DEMO or name.startswith(DEMO + "/"):
+        return _demo(name)
+    if (path := Path(name).expanduser()).exists():
+        return path
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(f"no such directory: {name} (nor is it a Hub id like owner/name)")
+    return _download(name, revision, local_only)
+
+
+def _demo(name: str) -> Path:
+    here = Path(__file__).parent / "demo"
+    known = {"demo": "target", "demo/dflash": "dflash", "demo/dspark": "dspark"}
+    if name not in known:
+        raise ValueError(f"no demo part named {name!r}: there are {', '.join(known)}")
+    return here / known[name]
+
+
+def _download(name: str, revision: str | None, local_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=list(_WEIGHTS), local_files_only=local_only
+            )
+        )
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{name} is neither a directory nor in the local Hub cache, and the Hub can't be reached"
+        ) from None
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        raise ValueError(f"can't get {name} from the Hub: {' '.join(str(error).split())[:300]}") from None
+
+
+def _attach(model: Model, path: Path, draft_model: Any, dtype: mx.Dtype | None) -> None:
+    if draft_model is None:
+        model.attach(None, "draft_model is None")
+    elif draft_model != AUTO:
+        named = isinstance(draft_model, (str, Path))
+        model.attach(load_drafter(draft_model, model, dtype=dtype) if named else draft_model)
+    elif model.config.draft_model:
+        _attach_named(model, path, model.config.draft_model, dtype)
+    elif (path / "draft").is_dir():
+        model.attach(load_drafter(path / "draft", model, dtype=dtype))
+    else:
+        model.attach(None, f"no drafter: {path} names none and has no folder draft/")
+
+
+def _attach_named(model: Model, path: Path, name: str, dtype: mx.Dtype | None) -> None:
+    beside = path / name
+    try:
+        found = beside if beside.is_dir() else resolve(name, local_only=True)
+    except ValueError:
+        model.attach(
+            None,
+            f"the drafter that the config names, {name}, is not on this machine: pass draft_model={name!r}",
+        )
+        return
+    model.attach(load_drafter(found, model, dtype=dtype))
+
+
+def _dtype(dtype: mx.Dtype | str | None) -> mx.Dtype | None:
+    known = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+    if dtype is None or dtype in known.values():
+        return dtype
+    if dtype not in known:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
+    return known[dtype]
+
+
+__all__ = ["AUTO", "DEMO", "check_target", "load", "load_drafter", "read_config", "resolve"]

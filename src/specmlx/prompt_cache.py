@@ -1,0 +1,99 @@
+"""`prompt_cache=`: one conversation of ours, or a stock mlx-lm cache list that stands for one while it is in use."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from specmlx.state import conversation as conversations
+from specmlx.state.conversation import Conversation
+from specmlx.targets import stock
+from specmlx.targets.hybrid import Model
+
+
+class InUse:
+    """Stands in a stock cache list for a layer while a generator holds the list's conversation."""
+
+    def __init__(self, conversation: Conversation, cache: Any):
+        self.conversation = conversation
+        self.cache = cache
+
+
+def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> Any:
+    """The state of one conversation, to be given as `prompt_cache=` turn by turn; for other models, mlx-lm's list.
+
+    Raises ValueError for `max_kv_size`, which a hybrid can't honour.
+    """
+    if not isinstance(model, Model):
+        from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
+
+        return stock_prompt_cache(model, max_kv_size)
+    if max_kv_size is not None:
+        raise ValueError(f"max_kv_size={max_kv_size} is not supported: a hybrid keeps all keys; leave it out")
+    return Conversation(model.new_states())
+
+
+def save_prompt_cache(file_name: str, cache: Any, metadata: dict[str, str] | None = None) -> None:
+    """Write a conversation, or a stock mlx-lm cache list, to a `.safetensors` file."""
+    if isinstance(cache, Conversation):
+        conversations.save(file_name, cache, metadata)
+        return
+    from mlx_lm.models.cache import save_prompt_cache as save_stock
+
+    save_stock(file_name, cache, metadata or {})
+
+
+def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
+    """Read what `save_prompt_cache` wrote, ours or mlx-lm's; with its metadata if asked.
+
+    Raises ValueError in one line for a file that is missing or no prompt cache.
+    """
+    if not Path(file_name).is_file():
+        raise ValueError(f"no such prompt cache: {file_name}")
+    try:
+        arrays, header = mx.load(str(file_name), return_metadata=True)
+    except RuntimeError as error:
+        raise ValueError(f"{file_name} is no prompt cache: {' '.join(str(error).split())}") from None
+    if header.get("format") == conversations.FORMAT:
+        cache, metadata = conversations.restore(arrays, header)
+        return (cache, metadata) if return_metadata else cache
+    from mlx_lm.models.cache import load_prompt_cache as load_stock
+
+    try:
+        return load_stock(str(file_name), return_metadata)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{file_name} is no prompt cache: {error}") from None
+
+
+def open_cache(model: Model, prompt_cache: Any) -> Conversation:
+    """The conversation that `prompt_cache` (None, ours, or a stock list) stands for. Raises TypeError for anything else."""
+    if prompt_cache is None:
+        return make_prompt_cache(model)
+    if isinstance(prompt_cache, Conversation):
+        if len(prompt_cache.states.layers) != len(model.layers):
+            raise ValueError(
+                f"prompt_cache has {len(prompt_cache.states.layers)} layers but the model has {len(model.layers)}"
+            )
+        return prompt_cache
+    if not isinstance(prompt_cache, list):
+        raise TypeError(f"prompt_cache is a {type(prompt_cache).__name__}: pass make_prompt_cache(model)")
+    if prompt_cache and isinstance(prompt_cache[0], InUse):
+        return prompt_cache[0].conversation
+    states = stock.import_caches(prompt_cache, model.new_states())
+    # mlx-lm's caches do not say which ids they hold; nothing here needs the ids, only how many they are.
+    conversation = Conversation(states, [-1] * states.length)
+    prompt_cache[:] = [InUse(conversation, cache) for cache in prompt_cache]
+    return conversation
+
+
+def close_cache(model: Model, prompt_cache: Any, conversation: Conversation, owner: int) -> None:
+    """Hand a stock list its layers back, holding every token that was given, as mlx-lm's do: the pending one runs too."""
+    if not isinstance(prompt_cache, list) or not conversation.owned_by(owner) or conversation.states.broken:
+        return
+    if conversation.pending is not None:
+        rows = mx.array([[conversation.pending]], dtype=mx.int32)
+        model.verify(conversation.states, rows)
+        conversation.states.evaluate()
+        conversation.states.commit(1)
+    prompt_cache[:] = [held.cache for held in prompt_cache]
+    stock.export_caches(conversation.states, prompt_cache)

@@ -1,0 +1,54 @@
+"""What a generation did, counted as it was delivered."""
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass
+class Stats:
+    """Counts and times of one generation.
+
+    rounds: verify passes, each over the whole target once; prefill is apart.
+    proposed: drafted tokens that were verified. accepted: drafted tokens that were delivered.
+    accept_histogram: rounds by how many drafted tokens they delivered, index 0..width.
+    mode: "speculative" or "plain"; reason: why it is plain, or why rows are handled one by one.
+    """
+
+    mode: str = "plain"
+    reason: str | None = None
+    rounds: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    generation_tokens: int = 0
+    accept_histogram: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens delivered per round (τ); 0 before the first round."""
+        return self.generation_tokens / self.rounds if self.rounds else 0.0
+
+    def begin_round(self, proposed: int) -> None:
+        """Count a verify pass over `proposed` drafted tokens, of which none is delivered yet."""
+        self.rounds += 1
+        self.proposed += proposed
+        self._bin(0, +1)
+        self._in_round = 0
+
+    def deliver(self, from_draft: bool) -> None:
+        """Count a token that leaves to the user in the running round."""
+        self.generation_tokens += 1
+        if from_draft:
+            self.accepted += 1
+            self._bin(self._in_round, -1)
+            self._in_round += 1
+            self._bin(self._in_round, +1)
+
+    def snapshot(self) -> "Stats":
+        """A copy that later rounds do not change."""
+        return replace(self, accept_histogram=list(self.accept_histogram))
+
+    def _bin(self, accepted: int, change: int) -> None:
+        missing = accepted + 1 - len(self.accept_histogram)
+        self.accept_histogram += [0] * max(0, missing)
+        self.accept_histogram[accepted] += change

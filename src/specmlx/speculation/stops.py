@@ -1,0 +1,40 @@
+"""Stop strings in streamed text, wherever the borders of tokens and blocks fall."""
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """Holds text back while it may be the beginning of a stop string, and ends at the first whole one."""
+
+    def __init__(self, stops: Sequence[str] = ()):
+        """Raises ValueError for an empty stop string."""
+        if any(not stop for stop in stops):
+            raise ValueError("a stop string is empty: leave it out")
+        self.stops = tuple(stops)
+        self.stopped = False
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """The text that may leave now. After a stop string, `stopped` is set and everything from it on is dropped."""
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [at for at in map(self._held.find, self.stops) if at >= 0]
+        if found:
+            self.stopped = True
+            out, self._held = self._held[: min(found)], ""
+            return out
+        keep = max((_overlap(self._held, stop) for stop in self.stops), default=0)
+        out = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return out
+
+    def flush(self) -> str:
+        """What is still held back, at the end of the text."""
+        out, self._held = self._held, ""
+        return out
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)

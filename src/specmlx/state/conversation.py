@@ -1,0 +1,119 @@
+"""One conversation: the ids that are in the state, the one that is not yet, and what target and drafter keep of them."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from specmlx.state.kv import KV
+from specmlx.state.layers import LayerStates, Pass
+from specmlx.state.recurrent import Recurrent
+
+FORMAT = "specmlx-conversation-1"
+
+
+class Observable(NamedTuple):
+    """Rows of the last verify pass that a drafter may still observe: tokens `[1, T]` and their taps `[1, T, F]`."""
+
+    tokens: mx.array
+    features: mx.array
+
+
+class Draft(NamedTuple):
+    """A drafter and its context of this conversation."""
+
+    drafter: Any
+    context: Any
+
+
+class Conversation:
+    """Processed ids are in `states`; `pending` has left to the user but is not in. Together: what the user has been given.
+
+    `draft` is the last drafter's context; `unobserved` the rows that it has not seen (as many as `states.count`).
+    One request at a time owns it: `claim` takes it over, and an older owner's next step raises.
+    """
+
+    def __init__(self, states: LayerStates, processed: list[int] | None = None, pending: int | None = None):
+        self.states = states
+        self.processed = processed if processed is not None else []
+        self.pending = pending
+        self.draft: Draft | None = None
+        self.unobserved: Observable | None = None
+        self._owner = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """All ids that the conversation holds, the pending one included."""
+        return self.processed + ([] if self.pending is None else [self.pending])
+
+    @property
+    def nbytes(self) -> int:
+        return self.states.nbytes
+
+    def claim(self) -> int:
+        """Take the conversation over and get the owner's number.
+
+        Raises RuntimeError where an interrupt fell between state and record, so that they no longer agree.
+        """
+        if self.states.length != len(self.processed):
+            raise RuntimeError("this conversation was interrupted while a step was recorded: start a new one")
+        self._owner += 1
+        return self._owner
+
+    def owned_by(self, owner: int) -> bool:
+        return owner == self._owner
+
+    def check(self, owner: int) -> None:
+        """Raises RuntimeError when another request has taken the conversation over."""
+        if owner != self._owner:
+            raise RuntimeError("another request has taken this conversation over: this generator can't go on")
+
+    def commit(self, count: int, token: int) -> None:
+        """Let `count` rows of the open pass in, the last token given to the user being `token`, which is not in yet."""
+        self.states.commit(count)
+        self.processed.append(self.pending)
+        self.pending = token
+
+
+def save(path: str | Path, conversation: Conversation, metadata: dict[str, str] | None = None) -> None:
+    """Write a conversation's target state to a safetensors file, replacing it atomically; drafter contexts are not kept."""
+    arrays = {}
+    for i, layer in enumerate(conversation.states.folded()):
+        if isinstance(layer, KV):
+            length = conversation.states.length
+            arrays |= {f"{i}.keys": layer.keys[:, :, :length], f"{i}.values": layer.values[:, :, :length]}
+        elif layer is not None:
+            arrays |= {f"{i}.S": layer.S, f"{i}.conv": layer.conv}
+    header = {
+        "format": FORMAT,
+        "layers": str(len(conversation.states.layers)),
+        "processed": json.dumps(conversation.processed),
+        "pending": json.dumps(conversation.pending),
+        "metadata": json.dumps(metadata or {}),
+    }
+    path = Path(path)
+    temporary = path.with_name(f".{path.stem}.partial.safetensors")
+    mx.save_safetensors(str(temporary), arrays, metadata=header)
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def restore(arrays: dict[str, mx.array], header: dict[str, str]) -> tuple[Conversation, dict[str, str]]:
+    """The conversation and the metadata of a saved file. Raises ValueError for a file of another format."""
+    if header.get("format") != FORMAT:
+        raise ValueError(f"the file's format is {header.get('format')!r}, not {FORMAT!r}")
+    layers: list = []
+    for i in range(int(header["layers"])):
+        if f"{i}.S" in arrays:
+            layers.append(Recurrent(arrays[f"{i}.S"], arrays[f"{i}.conv"]))
+        else:
+            layers.append(KV(arrays[f"{i}.keys"], arrays[f"{i}.values"]) if f"{i}.keys" in arrays else None)
+    processed = json.loads(header["processed"])
+    states = LayerStates(layers)
+    if processed:
+        states.open(Pass(len(processed), layers))
+        states.commit(len(processed))
+    return Conversation(states, processed, json.loads(header["pending"])), json.loads(header["metadata"])
