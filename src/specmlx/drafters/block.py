@@ -1,0 +1,148 @@
+"""The trunk that DFlash and DSpark share: a block of rows attends to the target's taps and to itself."""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
+
+from specmlx.drafters.config import DrafterConfig
+from specmlx.drafters.rope import Rotary
+
+# How the keys and values `[B, H, R, D]` of a block's own rows meet those of the context.
+Join = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.head_dim = config.head_dim
+        D, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(D, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(D, kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(D, kv_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, D, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.rope = Rotary(
+            self.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
+        )
+        # YaRN scales cos and sin of queries and keys alike, so their products by its square.
+        self.scale = self.head_dim**-0.5 * self.rope.factor**2
+
+    def keys_values(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        """Keys (normed, roped) and values `[B, H, T, D]` of rows `[B, T, hidden]`, context or block alike."""
+        B, T, _ = x.shape
+        keys = self.k_norm(self.k_proj(x).reshape(B, T, -1, self.head_dim))
+        values = self.v_proj(x).reshape(B, T, -1, self.head_dim)
+        return self.rope(keys, positions).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+
+    def __call__(self, x: mx.array, positions: mx.array, join: Join, mask: mx.array) -> mx.array:
+        B, R, _ = x.shape
+        queries = self.q_norm(self.q_proj(x).reshape(B, R, -1, self.head_dim))
+        queries = self.rope(queries, positions).transpose(0, 2, 1, 3)
+        keys, values = join(*self.keys_values(x, positions))
+        o = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
+        return self.o_proj(o.transpose(0, 2, 1, 3).reshape(B, R, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        D, hidden = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(D, hidden, bias=False)
+        self.up_proj = nn.Linear(D, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, D, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, positions: mx.array, join: Join, mask: mx.array) -> mx.array:
+        h = x + self.self_attn(self.input_layernorm(x), positions, join, mask)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class BlockTrunk(nn.Module):
+    """A drafter's own weights, by the publishers' names (arXiv 2602.06036). Norms are plain: w, not 1 + w."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.norm.weight.dtype
+
+    def project(self, features: mx.array) -> mx.array:
+        """Taps `[B, S, F]` to context rows `[B, S, hidden]`: position-wise, so once per row."""
+        return self.hidden_norm(self.fc(features.astype(self.dtype)))
+
+    def visible(self, window: int | None, queries: mx.array, keys: mx.array) -> mx.array | None:
+        """Which keys a layer with this window lets a query see, by absolute positions `[B, R]` and `[B, S]`.
+
+        `[B, 1, R, S]` boolean, or None where it hides nothing. A query at p sees c iff p - c < window (each
+        query by its own position), and c <= p if causal.
+        """
+        causal = self.config.causal(window)
+        distance = queries[:, None, :, None] - keys[:, None, None, :]
+        if window is None:
+            return distance >= 0 if causal else None
+        return (distance < window) & (distance >= 0 if causal else -distance < window)
+
+    def run(
+        self, x: mx.array, positions: mx.array, joins: Sequence[Join], masks: Sequence[mx.array]
+    ) -> mx.array:
+        """Block rows `[B, R, hidden]` at `positions` `[B, R]` through all layers and the final norm."""
+        for layer, join, mask in zip(self.layers, joins, masks, strict=True):
+            x = layer(x, positions, join, mask)
+        return self.norm(x)
+
+    def hidden(
+        self,
+        block_embeddings: mx.array,
+        block_positions: mx.array,
+        context_features: mx.array,
+        context_positions: mx.array,
+        mask: mx.array,
+    ) -> mx.array:
+        """Normed rows `[B, R, hidden]` of blocks that attend to a context of taps; pure, differentiable.
+
+        block_embeddings: `[B, R, hidden]`, the rows of one block or of many packed ones,
+            `input_embedding_scale` applied.
+        block_positions, context_positions: `[B, R]` and `[B, S]` int32, absolute.
+        context_features: `[B, S, F]`.
+        mask: boolean `[B or 1, 1, R, S + R]`, True where a row may be seen: context keys first, then the
+            block rows. What each layer's window and causality hide is taken out here.
+        """
+        context = self.project(context_features)
+        keys_positions = mx.concatenate([context_positions, block_positions], axis=1)
+
+        def join(layer: Layer) -> Join:
+            keys, values = layer.self_attn.keys_values(context, context_positions)
+            return lambda k, v: (mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2))
+
+        masks = {
+            window: self.visible(window, block_positions, keys_positions)
+            for window in set(self.config.windows)
+        }
+        masks = {window: mask if seen is None else mask & seen for window, seen in masks.items()}
+        return self.run(
+            block_embeddings.astype(self.dtype),
+            block_positions,
+            [join(layer) for layer in self.layers],
+            [masks[window] for window in self.config.windows],
+        )

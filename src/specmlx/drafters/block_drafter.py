@@ -1,0 +1,139 @@
+"""What DFlash and DSpark do alike: observe the target's rows, and run a block of masks after the anchor."""
+
+from typing import Protocol
+
+import mlx.core as mx
+
+from specmlx.drafters.block import BlockTrunk, Join
+from specmlx.drafters.context import SLACK, Context, Rows
+from specmlx.drafters.pairing import TargetSizes
+from specmlx.state.kv import reserve, write
+
+
+class Target(Protocol):
+    """What a drafter uses of its target: its sizes, its embedding and its head."""
+
+    config: TargetSizes
+
+    def embed_tokens(self, ids: mx.array) -> mx.array: ...
+
+    def lm_head(self, hidden: mx.array) -> mx.array: ...
+
+
+class BlockDrafter:
+    """A trunk paired with its target, whose embedding and head are used where they are: never copied.
+
+    `model` is the tree of the drafter's own weights; the pair is no module, so neither tree holds the other.
+    """
+
+    def __init__(self, model: BlockTrunk, target: Target):
+        self.model = model
+        self.target = target
+        self.config = model.config
+        self.tap_ids = self.config.target_layer_ids
+        self.max_width = self.config.max_width
+        # The head is run in the target's dtype, else its weights would be converted for every pass.
+        self.target_dtype = target.embed_tokens(mx.zeros((1,), dtype=mx.int32)).dtype
+
+    def new_context(self, batch: int = 1, start: int = 0) -> Context:
+        return Context(self.config.windows, batch, start)
+
+    def observe(self, context: Context, tokens: mx.array, features: mx.array, count: int | mx.array) -> None:
+        """See `Drafter.observe`; block drafters read the taps only.
+
+        Raises ValueError for features of another width, and for an int `count` outside 0..n.
+        """
+        B, n, F = features.shape
+        if F != (width := len(self.tap_ids) * self.config.hidden_size):
+            raise ValueError(f"features are {F} wide: {len(self.tap_ids)} taps of this drafter make {width}")
+        if isinstance(count, int):
+            if not 0 <= count <= n:
+                raise ValueError(f"can't observe {count} rows: features have {n}")
+            features = features[:, :count]
+            n = count
+        else:
+            # Zero rows in make zero keys and values: finite, as stale buffer rows must be.
+            features = mx.where((mx.arange(n) < count[:, None])[..., None], features, 0)
+        if n == 0:
+            return
+        # A window looks back at window - 1 rows: of a long prefill step only the last are worth projecting.
+        known = isinstance(count, int)
+        skips = [max(n - rows.window + 1, 0) if known and rows.window else 0 for rows in context.groups]
+        first = min(skips)
+        projected = self.model.project(features[:, first:])
+        for rows, skip in zip(context.groups, skips, strict=True):
+            if skip:
+                rows.advance(skip)
+            self._append(rows, projected[:, skip - first :], count - skip)
+
+    def _append(self, rows: Rows, projected: mx.array, count: int | mx.array) -> None:
+        n = projected.shape[1]
+        if rows.window and rows.bound and rows.bound + n > 2 * (rows.window + self.config.block_size) + SLACK:
+            rows.drop(rows.window - 1)
+        positions = (rows.base + rows.length)[:, None] + mx.arange(n, dtype=mx.int32)
+        for i in rows.layers:
+            keys, values = self.model.layers[i].self_attn.keys_values(projected, positions)
+            rows.kvs[i] = write(reserve(rows.kvs[i], rows.bound + n, keys, values), keys, values, rows.length)
+        rows.length = rows.length + count
+        rows.bound += n
+
+    def block_embeddings(self, anchor: mx.array) -> mx.array:
+        """Embeddings `[..., block, hidden]` of blocks that begin with the anchors `[...]`.
+
+        They are raw rows of the target's table, scaled; the mask token is a row like any other.
+        """
+        masks = mx.full(
+            (*anchor.shape, self.config.block_size - 1), self.config.mask_token_id, dtype=mx.int32
+        )
+        ids = mx.concatenate([anchor[..., None].astype(mx.int32), masks], axis=-1)
+        x = self.target.embed_tokens(ids)
+        return x if self.config.input_embedding_scale == 1 else x * self.config.input_embedding_scale
+
+    def block_hidden(self, context: Context, anchor: mx.array) -> mx.array:
+        """Normed rows `[B, block, hidden]` of the block that starts at the anchor `[B]`.
+
+        Its keys and values are written behind the context's rows, as scratch that the next rows overwrite.
+        """
+        x = self.block_embeddings(anchor)
+        R = x.shape[1]
+        offsets = mx.arange(R, dtype=mx.int32)
+        joins: dict[int, Join] = {}
+        masks: dict[int, mx.array] = {}
+        for rows in context.groups:
+            length = rows.bound + R
+            keys = mx.arange(length, dtype=mx.int32)
+            mask = (keys < (rows.length + R)[:, None])[:, None, None, :]
+            queries = (rows.base + rows.length)[:, None] + offsets
+            seen = self.model.visible(rows.window, queries, rows.base[:, None] + keys)
+            mask = mask if seen is None else mask & seen
+            for i in rows.layers:
+                joins[i] = _scratch(rows, i, length)
+                masks[i] = mask
+        order = range(len(self.model.layers))
+        positions = context.position[:, None] + offsets
+        x = x.astype(self.model.dtype)
+        return self.model.run(x, positions, [joins[i] for i in order], [masks[i] for i in order])
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Logits `[..., V]` of normed rows `[..., hidden]`: target's head, drafter's multiplier, soft cap."""
+        logits = self.target.lm_head(hidden.astype(self.target_dtype))
+        if self.config.output_multiplier != 1:
+            logits = logits * self.config.output_multiplier
+        if cap := self.config.final_logit_softcapping:
+            logits = mx.tanh(logits / cap) * cap
+        return logits
+
+    def check_width(self, width: int) -> None:
+        """Raises ValueError for a width outside 0..max_width."""
+        if not 0 <= width <= self.max_width:
+            raise ValueError(f"width {width} is outside 0..{self.max_width}, this drafter's range")
+
+
+def _scratch(rows: Rows, layer: int, length: int) -> Join:
+    def join(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        kv = write(reserve(rows.kvs[layer], length, keys, values), keys, values, rows.length)
+        # Kept, so that nothing else refers to the old buffers and mlx writes in place.
+        rows.kvs[layer] = kv
+        return kv.keys[:, :, :length], kv.values[:, :, :length]
+
+    return join

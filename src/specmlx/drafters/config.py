@@ -1,0 +1,232 @@
+"""What a drafter's config.json says, whichever publisher wrote it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from specmlx.drafters.rope import ROPE_TYPES, rope_type
+
+DFLASH, DSPARK = "dflash", "dspark"
+SLIDING, FULL = "sliding_attention", "full_attention"
+DEFAULT_BLOCK = 16
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """A DFlash (arXiv 2602.06036) or DSpark (arXiv 2607.05147) drafter, with the publishers' names.
+
+    target_layer_ids: 0-based layers of the target whose OUTPUT is tapped (hidden_states[i + 1] elsewhere).
+    block_size: rows that the drafter runs. DFlash's first, the anchor's, proposes nothing; DSpark's does.
+    windows: each layer's sliding window, None where it attends to everything.
+    """
+
+    kind: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    rope_theta: float
+    rms_norm_eps: float = 1e-6
+    num_target_layers: int | None = None
+    is_causal: bool | None = None
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    max_position_embeddings: int | None = None
+    attention_bias: bool = False
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    markov_rank: int = 0
+    enable_confidence_head: bool | None = None
+    confidence_head_with_markov: bool = True
+    quantization: dict[str, Any] | None = None
+
+    @property
+    def max_width(self) -> int:
+        """γ, the tokens of a whole proposal: DFlash block - 1, DSpark block."""
+        return self.block_size - 1 if self.kind == DFLASH else self.block_size
+
+    def causal(self, window: int | None) -> bool:
+        """Whether the block's rows see only the rows before them, in layers with this window.
+
+        A config's own word (top-level is_causal, else dflash_config.causal) stands for all layers; without
+        one, sliding layers are causal and full ones bidirectional, as z-lab's code and vLLM have it.
+        """
+        return window is not None if self.is_causal is None else self.is_causal
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> "DrafterConfig":
+        """Read a config.json. Raises ValueError, one line, for what is incomplete or not supported."""
+        kind = kind_of(config)
+        _refuse_variations(config, kind)
+        lookup = _Lookup(config)
+        sizes = {name: lookup.size(name) for name in SIZES}
+        heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
+        kv_heads = lookup.size("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(
+                f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})"
+            )
+        depth = lookup("num_target_layers")
+        block = lookup.size("block_size", DEFAULT_BLOCK if kind == DFLASH else None)
+        if kind == DFLASH and block < 2:
+            raise ValueError(f"block_size {block} is too small: DFlash proposes block_size - 1 tokens")
+        rope, theta = _rope(config)
+        causal = config.get("is_causal")
+        return cls(
+            kind=kind,
+            **sizes,
+            num_key_value_heads=kv_heads,
+            head_dim=lookup.size("head_dim", sizes["hidden_size"] // heads),
+            block_size=block,
+            mask_token_id=lookup.token("mask_token_id"),
+            target_layer_ids=_taps(lookup, kind, depth, layers),
+            windows=_windows(config, layers),
+            rope_theta=theta,
+            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            num_target_layers=depth,
+            is_causal=lookup.nested.get("causal") if causal is None else causal,
+            rope_scaling=rope,
+            max_position_embeddings=config.get("max_position_embeddings"),
+            attention_bias=bool(config.get("attention_bias", False)),
+            input_embedding_scale=float(lookup("input_embedding_scale", 1.0)),
+            output_multiplier=float(lookup("output_multiplier", 1.0)),
+            final_logit_softcapping=lookup("final_logit_softcapping") or None,
+            markov_rank=lookup.size("markov_rank") if kind == DSPARK else 0,
+            enable_confidence_head=lookup("enable_confidence_head") if kind == DSPARK else False,
+            confidence_head_with_markov=bool(lookup("confidence_head_with_markov", True)),
+            quantization=config.get("quantization"),
+        )
+
+
+def kind_of(config: dict[str, Any]) -> str:
+    """The drafter's kind, DFLASH or DSPARK. Raises ValueError, one line, naming what it is instead."""
+    nested = config.get("dflash_config") or {}
+    names = config.get("architectures") or []
+    if algorithm := config.get("speculators_model_type") or config.get("speculators_config"):
+        raise ValueError(f"this is a speculators package ({_short(algorithm)}): not supported yet")
+    if "DFlash2DraftModel" in names or "selector_rank" in nested or "conv_kernel_size" in nested:
+        raise ValueError("this is a DFlash 2 drafter (convolutions, candidate selector): not supported yet")
+    if "dspark_config" in config:
+        raise ValueError("this is a DSpark re-export with a dspark_config (NVFP4): not supported yet")
+    if "block_size" not in config and any(key.startswith("dspark_") for key in config):
+        raise ValueError("this is a language model with a DSpark head inside, no drafter: not supported yet")
+    projector = nested.get("projector_type")
+    if projector == "dspark" or (projector is None and names in (["Qwen3DSparkModel"], ["DSparkDraftModel"])):
+        return DSPARK
+    if projector is None and (names == ["DFlashDraftModel"] or (not names and "target_layer_ids" in nested)):
+        return DFLASH
+    whole = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
+    if whole or "text_config" in config or (not names and not nested and "num_hidden_layers" in config):
+        what = names[0] if names else config.get("model_type")
+        raise ValueError(f"{what} is a language model, not a drafter: it can only be the target")
+    what = f"projector_type {projector!r}" if projector else f"architectures {names}"
+    raise ValueError(f"unknown kind of drafter ({what}): specmlx loads DFlash and DSpark")
+
+
+def default_taps(num_target_layers: int, count: int) -> list[int]:
+    """The taps of a DFlash config that names none: evenly spaced, from layer 1 on (z-lab)."""
+    if count == 1:
+        return [num_target_layers // 2]
+    return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
+
+
+class _Lookup:
+    """A value from dflash_config, else from the config's top: publishers use either place."""
+
+    def __init__(self, config: dict[str, Any]):
+        self.config = config
+        self.nested = config.get("dflash_config") or {}
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        value = self.nested.get(name)
+        value = self.config.get(name) if value is None else value
+        return default if value is None else value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive whole number, config.json has {value!r}")
+        return value
+
+    def token(self, name: str) -> int:
+        value = self(name)
+        if not isinstance(value, int):
+            raise ValueError(f"{name} must be a token id, config.json has {value!r}")
+        return value
+
+
+def _taps(lookup: _Lookup, kind: str, depth: int | None, layers: int) -> tuple[int, ...]:
+    taps = lookup("target_layer_ids")
+    if taps is None and kind == DFLASH and depth is not None:
+        taps = default_taps(depth, layers)
+    if not isinstance(taps, list) or not taps or not all(isinstance(tap, int) for tap in taps):
+        raise ValueError(f"target_layer_ids must be a list of layer numbers, config.json has {taps!r}")
+    return tuple(taps)
+
+
+def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    if theta is None:
+        raise ValueError("config.json has no rope_theta, neither at its top nor in rope_parameters")
+    if (kind := rope_type(rope)) not in ROPE_TYPES:
+        raise ValueError(f"this drafter uses rope_type {kind!r}: not supported yet")
+    if kind in ("linear", "yarn") and not rope.get("factor"):
+        raise ValueError(f"rope_type {kind!r} needs a factor, config.json has {rope.get('factor')!r}")
+    limits = rope.get("original_max_position_embeddings"), config.get("max_position_embeddings")
+    if kind == "yarn" and not any(limits):
+        raise ValueError("rope_type 'yarn' needs original_max_position_embeddings, config.json has none")
+    return rope, float(theta)
+
+
+def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
+    window, sliding = config.get("sliding_window"), config.get("use_sliding_window")
+    types = config.get("layer_types")
+    if types is None:
+        # transformers' Qwen3Config: layers from max_window_layers on slide, if sliding is on at all.
+        first = config.get("max_window_layers", 28) if sliding and window else layers
+        types = [SLIDING if i >= first else FULL for i in range(layers)]
+    if len(types) != layers:
+        raise ValueError(f"layer_types names {len(types)} layers but num_hidden_layers is {layers}")
+    if unknown := sorted(set(types) - {SLIDING, FULL}):
+        raise ValueError(f"layer_types has {unknown}: a drafter's layers are {SLIDING!r} or {FULL!r}")
+    if SLIDING in types and (not window or window < 2 or sliding is False):
+        found = f"sliding_window {window!r}, use_sliding_window {sliding!r}"
+        raise ValueError(f"layer_types has {SLIDING!r} but config.json turns no window on ({found})")
+    return tuple(window if kind == SLIDING else None for kind in types)
+
+
+def _refuse_variations(config: dict[str, Any], kind: str) -> None:
+    # Maths that we don't compute must not be passed over: the text would stay right, only acceptance falls.
+    lookup = _Lookup(config)
+    vocab, drafted = config.get("vocab_size"), lookup("draft_vocab_size", config.get("vocab_size"))
+    markov = lookup("markov_head_type", "vanilla")
+    scale, act = lookup("attention_value_scale", 1), config.get("hidden_act", "silu")
+    other = None if "quantization" in config else config.get("quantization_config")
+    variations = {
+        f"a reduced vocabulary (draft_vocab_size {drafted} of {vocab})": drafted != vocab,
+        f"the {markov!r} Markov head": kind == DSPARK and markov != "vanilla",
+        "attention_sink_bias": lookup("attention_sink_bias"),
+        f"attention_value_scale {scale}": scale != 1,
+        "dflash_config.use_swa": lookup("use_swa"),
+        "interleaved rope (rope_is_neox_style false)": lookup("rope_is_neox_style") is False,
+        "gated attention (enable_qwen35_gated_q_proj)": lookup("enable_qwen35_gated_q_proj"),
+        "log_snr_conditioning": lookup("log_snr_conditioning"),
+        f"hidden_act {act!r}": act != "silu",
+        f"quantization_config {_short(other)!r}": other,
+    }
+    if refused := [what for what, found in variations.items() if found]:
+        raise ValueError(f"this drafter uses {', '.join(refused)}: not supported yet")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        value = value.get("algorithm") or value.get("quant_method") or sorted(value)
+    return str(value)

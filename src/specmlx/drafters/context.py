@@ -1,0 +1,69 @@
+"""What a block drafter remembers of one conversation (or of B lanes): the context rows' keys and values."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from specmlx.state.kv import KV
+
+# Rows beyond two windows and blocks that a sliding layer may pile up before the old ones are dropped.
+SLACK = 256
+
+
+class Rows:
+    """The rows of all layers that share a window.
+
+    Row j of lane b's buffers stands at the absolute position base[b] + j; rows from length[b] on are stale,
+    finite, and masked. `bound` is what the host knows of the lengths: no lane has more rows.
+    """
+
+    def __init__(self, layers: Sequence[int], window: int | None, batch: int, start: int):
+        self.layers = tuple(layers)
+        self.window = window
+        self.base = mx.full((batch,), start, dtype=mx.int32)
+        self.length = mx.zeros((batch,), dtype=mx.int32)
+        self.bound = 0
+        self.kvs: dict[int, KV | None] = dict.fromkeys(layers)
+
+    def advance(self, skip: int) -> None:
+        """Forget all rows, and leave out the next `skip` as well: those after them fill the window."""
+        self.base = self.base + self.length + skip
+        self.length = mx.zeros_like(self.length)
+        self.bound = 0
+
+    def drop(self, keep: int) -> None:
+        """Keep each lane's newest `keep` rows: the others lie before every window that is still to come."""
+        keep = min(keep, self.bound)
+        dropped = mx.maximum(self.length - keep, 0)
+        rows = (dropped[:, None] + mx.arange(keep, dtype=mx.int32))[:, None, :, None]
+        for i, kv in self.kvs.items():
+            self.kvs[i] = KV(*(mx.take_along_axis(buffer, rows, axis=2) for buffer in kv))
+        self.base = self.base + dropped
+        self.length = self.length - dropped
+        self.bound = keep
+
+
+class Context:
+    """All that a block drafter keeps of a request: one `Rows` per window."""
+
+    def __init__(self, windows: Sequence[int | None], batch: int = 1, start: int = 0):
+        self.groups = [
+            Rows([i for i, w in enumerate(windows) if w == window], window, batch, start)
+            for window in dict.fromkeys(windows)
+        ]
+
+    @property
+    def position(self) -> mx.array:
+        """The anchor's absolute position, `[B]` int32: rows observed plus where the context started."""
+        rows = self.groups[0]
+        return rows.base + rows.length
+
+    def at_most(self, observed: int) -> None:
+        """Tell what the host has learned of unread counts: no lane has observed more rows than this."""
+        for rows in self.groups:
+            rows.bound = min(rows.bound, observed)
+
+    def arrays(self) -> list[mx.array]:
+        """Everything to evaluate for the context to stand on its own, as after a prefill step."""
+        buffers = [x for rows in self.groups for kv in rows.kvs.values() if kv is not None for x in kv]
+        return [x for rows in self.groups for x in (rows.base, rows.length)] + buffers

@@ -1,0 +1,59 @@
+"""What a drafter is, and what it hands to the verify pass."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """γ guessed tokens after the anchor.
+
+    tokens: `[B, γ]` int32.
+    q: `[B, γ, V]` float32, the distribution that each token was sampled from, given the ones before it; None
+        where nothing was sampled (greedy, coupled): a point mass.
+    confidence: `[B, γ]` float32, the drafter's own estimate of acceptance, slot by slot; None where it has
+        none.
+    """
+
+    tokens: mx.array
+    q: mx.array | None = None
+    confidence: mx.array | None = None
+
+
+class DraftPolicy(Protocol):
+    """How a drafter turns its logits into tokens; `speculation.sampling` has the implementations."""
+
+    def draft(self, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
+        """Logits `[B, S, V]` of the slots `slot`..`slot + S - 1` (slot 0 is the first token after the
+        anchor).
+
+        Returns tokens `[B, S]` int32 and q `[B, S, V]` float32, or None for q.
+        """
+
+
+class Drafter(Protocol):
+    """Guesses tokens from the target's tapped layers. It holds weights only: a request's state is its
+    context.
+
+    tap_ids: 0-based layers of the target whose output (the residual stream after the layer) is tapped, in
+        order.
+    max_width: the most tokens that one proposal has.
+    """
+
+    tap_ids: tuple[int, ...]
+    max_width: int
+
+    def new_context(self, batch: int = 1, start: int = 0) -> Any:
+        """An empty context; `start` is the absolute position of the first row that it will observe."""
+
+    def propose(self, context: Any, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
+        """`width` tokens after the anchor `[B]` int32, which stands right after the rows observed. Lazy."""
+
+    def observe(self, context: Any, tokens: mx.array, features: mx.array, count: int | mx.array) -> None:
+        """Take rows that the target has processed: tokens `[B, n]` int32 and their taps `[B, n, F]`. Lazy.
+
+        Rows 0..count-1 enter the context; `count` is an int, or int32 `[B]`, possibly unread on the device.
+        Later rows may hold anything, NaN too.
+        """

@@ -1,0 +1,79 @@
+"""DFlash against z-lab's torch code, DSpark against DeepSpec's, over rounds of 1, 2 and a block of rows."""
+
+import mlx.core as mx
+import pytest
+from drafter_kit import GOLDENS, Greedy, case_weights, golden_config, golden_target, write_drafter
+
+from specmlx.drafters.checkpoint import load_drafter
+
+CASES = [
+    "dflash_full",
+    "dflash_sliding",
+    "dflash_sliding_bidirectional",
+    "dflash_causal_scaled",
+    "dflash_yarn",
+    "dspark",
+    "dspark_yarn",
+]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return mx.load(str(GOLDENS / "expected.safetensors"))
+
+
+def replay(drafter, expected, observe):
+    """Every round's proposal and logits; `observe` hands the round's committed rows to the drafter."""
+    features = expected["features"].astype(mx.float32)[None]
+    context, start, rounds = drafter.new_context(), 0, []
+    for rows, anchor in zip(expected["rows"].tolist(), expected["anchors"].tolist(), strict=True):
+        observe(context, features, start, rows)
+        start += rows
+        greedy = Greedy()
+        proposal = drafter.propose(context, mx.array([anchor], dtype=mx.int32), drafter.max_width, greedy)
+        rounds.append((proposal, greedy.logits))
+    return rounds
+
+
+def observe_rows(drafter):
+    def observe(context, features, start, rows):
+        tokens = mx.zeros((1, rows), dtype=mx.int32)
+        drafter.observe(context, tokens, features[:, start : start + rows], rows)
+
+    return observe
+
+
+def observe_verified(drafter):
+    """As the loop does: a whole block's rows, rejected ones not even finite, the count unread."""
+
+    def observe(context, features, start, rows):
+        block = features[:, start : start + rows]
+        rejected = mx.full((1, 9 - rows % 9, features.shape[2]), float("nan"))
+        block = mx.concatenate([block, rejected], axis=1)
+        count = mx.array([rows], dtype=mx.int32) + mx.zeros((1,), dtype=mx.int32)
+        drafter.observe(context, mx.zeros(block.shape[:2], dtype=mx.int32), block, count)
+
+    return observe
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("how", [observe_rows, observe_verified])
+def test_proposals_are_those_of_the_publishers_code(case, how, expected, tmp_path):
+    path = write_drafter(tmp_path, golden_config(case), case_weights(case))
+    drafter = load_drafter(path, golden_target(), dtype=mx.float32)
+    for i, (proposal, logits) in enumerate(replay(drafter, expected, how(drafter))):
+        error = mx.abs(logits[0] - expected[f"{case}.logits"][i]).max().item()
+        assert error <= 3e-5, f"round {i}"
+        assert proposal.tokens[0].tolist() == expected[f"{case}.tokens"][i].tolist(), f"round {i}"
+        if (confidence := expected.get(f"{case}.confidence")) is None:
+            assert proposal.confidence is None
+        else:
+            assert mx.abs(proposal.confidence[0] - confidence[i]).max().item() <= 3e-6
+
+
+def test_the_rounds_cross_the_window_with_one_two_and_a_block_of_rows(expected):
+    rows = expected["rows"].tolist()
+    lengths = [sum(rows[: i + 1]) for i in range(len(rows))]
+    assert {11, 12, 13} <= set(lengths)
+    above = {n for n, length in zip(rows, lengths, strict=True) if length - n >= 12}
+    assert {1, 2, 8} <= above
