@@ -105,7 +105,8 @@ def _check_whole(file: Path) -> None:
 
 
 def _is_shared(name: str, weight: mx.array, config: DrafterConfig) -> bool:
-    if not name.startswith(SHARED):
+    # Only deepseek-ai's copies are the target's tables; a DFlash file with one has a table of its own.
+    if config.kind != DSPARK or not name.startswith(SHARED):
         return False
     expected = (config.vocab_size, config.hidden_size)
     # A quantized copy has as many rows, but narrower ones.
