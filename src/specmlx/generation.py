@@ -251,9 +251,7 @@ def _drafting(model: Model, draft_model: Any, num_draft_tokens: int | None, poli
             f"draft_model is a {type(drafter).__name__}: load a DFlash or DSpark drafter with specmlx.load_drafter"
         )
     if getattr(drafter, "target", model) is not model:
-        raise ValueError(
-            "draft_model is paired with another target: load it with specmlx.load_drafter(path, model)"
-        )
+        raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
     if num_draft_tokens == 0:
         return None, Stats(mode="plain", reason="num_draft_tokens is 0")
     return drafter, Stats(mode="speculative", reason=policy.reason)

@@ -98,9 +98,7 @@ def _download(name: str, revision: str | None, local_only: bool) -> Path:
 
     try:
         return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=list(_WEIGHTS), local_files_only=local_only
-            )
+            snapshot_download(name, revision=revision, allow_patterns=list(_WEIGHTS), local_files_only=local_only)
         )
     except LocalEntryNotFoundError:
         raise ValueError(

@@ -1,23 +1,28 @@
 """How the embedded pair was made: `python -m specmlx.demo.make all --work DIR` repeats it, and resumes where it stopped."""
 
 import json
-import sys
 from pathlib import Path
 
 import click
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten
 
 from specmlx.demo.data import VOCABULARY, PackedChats
+from specmlx.drafters.checkpoint import build
+from specmlx.drafters.config import DrafterConfig
+from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
+from specmlx.training.drafter import DraftLoss, draft_loss, sample_anchors
 from specmlx.training.loop import Schedule, train
 from specmlx.training.target import next_token_loss
 
 HERE = Path(__file__).parent
 SEED = 20261130
 TARGET_STEPS = 5600
-BATCH, LENGTH = 8, 256
+DRAFTER_STEPS = 2400
+BATCH, LENGTH, ANCHORS = 8, 256, 24
 
 TARGET_CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -43,6 +48,41 @@ TARGET_CONFIG = {
     "eos_token_id": [2, 0],
     "draft_model": "demo/dspark",
 }
+
+_DRAFTER = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "num_target_layers": 8,
+}
+_TAPS = {"target_layer_ids": [1, 3, 6], "mask_token_id": 3}
+DRAFTER_CONFIGS = {
+    "dflash": {
+        **_DRAFTER,
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 8,
+        "dflash_config": _TAPS,
+    },
+    "dspark": {
+        **_DRAFTER,
+        **_TAPS,
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": 8,
+        "markov_rank": 32,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+}
+LOSSES = {"dflash": DraftLoss(soft=0.5, l1=0.5), "dspark": DraftLoss(soft=0.5, l1=0.5, confidence=0.1)}
 
 
 def new_target() -> Model:
@@ -76,6 +116,27 @@ def train_target(work: Path, steps: int) -> Model:
     return model
 
 
+def train_drafter(kind: str, target_path: Path, work: Path, steps: int):
+    """Train a drafter of `kind` on the finished target over new packed chats, checkpointing in `work`."""
+    target, _ = load_target(target_path, dtype=mx.float32)
+    # Training's forward: the same maths, in blocks of the length that trains fastest.
+    mx.random.seed(SEED + 1)
+    drafter = build(DrafterConfig.from_dict(DRAFTER_CONFIGS[kind]), target)
+    chats = PackedChats(HERE / "target", SEED + 1, BATCH, LENGTH)
+
+    def batch(step: int) -> tuple[mx.array, ...]:
+        tokens, weights = chats.batch(step)
+        anchors = sample_anchors(weights, ANCHORS, np.random.default_rng([SEED, step]))
+        return mx.array(tokens), mx.array(weights), mx.array(anchors)
+
+    loss = draft_loss(drafter, target, LOSSES[kind])
+    schedule = Schedule(2e-3, steps, constant=0.2)
+    for record in train(drafter.model, loss, batch, schedule, work / kind, betas=(0.9, 0.95), weight_decay=0.0):
+        if record["step"] % 50 == 0:
+            click.echo(json.dumps(record), err=True)
+    return drafter
+
+
 def save_float16(model, config: dict, directory: Path) -> None:
     """Write config.json and model.safetensors in float16 (loaded as float32) to `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -85,13 +146,20 @@ def save_float16(model, config: dict, directory: Path) -> None:
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["target"]))
+@click.argument("what", type=click.Choice(["target", "dflash", "dspark", "all"]))
 @click.option("--work", type=click.Path(path_type=Path), required=True, help="Where checkpoints and logs go.")
-@click.option("--steps", type=int, default=TARGET_STEPS, show_default=True)
-def main(what: str, work: Path, steps: int) -> None:
-    """Train the embedded demo pair from nothing."""
-    save_float16(train_target(work, steps), TARGET_CONFIG, HERE / "target")
+@click.option("--steps", type=int, default=None, help="Other than the steps that the embedded pair took.")
+@click.option("--target", "target_path", type=click.Path(path_type=Path), default=HERE / "target", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), default=HERE, help="Where the weights go.")
+def main(what: str, work: Path, steps: int | None, target_path: Path, out: Path) -> None:
+    """Train the embedded demo pair from nothing, or go on where an interrupted run stopped."""
+    if what in ("target", "all"):
+        save_float16(train_target(work, steps or TARGET_STEPS), TARGET_CONFIG, out / "target")
+    for kind in ("dflash", "dspark"):
+        if what in (kind, "all"):
+            drafter = train_drafter(kind, target_path, work, steps or DRAFTER_STEPS)
+            save_float16(drafter.model, DRAFTER_CONFIGS[kind], out / kind)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -5,9 +5,7 @@ NAMES = tuple(
     "Victor Wendy Yara Zoe".split()
 )
 
-MONTHS = tuple(
-    "January February March April May June July August September October November December".split()
-)
+MONTHS = tuple("January February March April May June July August September October November December".split())
 DAYS = tuple("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split())
 
 # Nouns with a regular plural in -s.

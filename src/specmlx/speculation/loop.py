@@ -93,9 +93,7 @@ def generate_tokens(
         try:
             outcome, logprobs = round_policy.accept(proposal.tokens, proposal.q, verified.logits, history)
             bad = mx.any(mx.isnan(verified.logits) | (verified.logits == mx.inf), axis=-1)
-            conversation.states.evaluate(
-                outcome.accepted, outcome.next_anchor, logprobs, bad, proposal.tokens
-            )
+            conversation.states.evaluate(outcome.accepted, outcome.next_anchor, logprobs, bad, proposal.tokens)
             drafted = _checked(proposal, target.vocab_size)
         except BaseException:
             conversation.states.abort()
@@ -133,9 +131,7 @@ def _prefill(
     ids = mx.array([[*before, *prompt[:-1]]], dtype=mx.int32)
     done = 0
     yield 0
-    for tokens, features in target.prefill(
-        conversation.states, ids, drafter.tap_ids if drafter else (), step_size
-    ):
+    for tokens, features in target.prefill(conversation.states, ids, drafter.tap_ids if drafter else (), step_size):
         n = tokens.shape[1]
         conversation.processed += tokens[0].tolist()
         conversation.pending = None

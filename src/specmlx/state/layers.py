@@ -72,12 +72,9 @@ class LayerStates:
 
     def origin(self, T: int) -> Origin:
         """Where the next T rows start. Raises RuntimeError while a pass is neither committed nor aborted."""
-        if self._broken:
-            raise RuntimeError(f"this conversation can't go on ({self._broken}): start a new one")
+        self._refuse_if_broken()
         if not self._committed:
-            raise RuntimeError(
-                "the last pass was neither committed nor aborted: call commit(n) or abort() first"
-            )
+            raise RuntimeError("the last pass was neither committed nor aborted: call commit(n) or abort() first")
         return Origin(self.length, self.count, self.bound + T)
 
     def open(self, new: Pass) -> Pass:
@@ -101,14 +98,13 @@ class LayerStates:
         Raises RuntimeError without an open pass and ValueError for a count outside 0..T or below the last one; both
         before anything changes.
         """
+        self._refuse_if_broken()
         if self._pass is None:
             raise RuntimeError("nothing to commit: run a pass first")
         value, counts = self._checked(count)
         if not self._committed:
             self.start = self.length
-            self.layers = [
-                a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)
-            ]
+            self.layers = [a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)]
             self._committed = True
         self.count, self._counts = value, counts
         self.bound = self._bound_before + (max(counts) if counts else self._pass.rows)
@@ -120,7 +116,12 @@ class LayerStates:
 
     def folded(self) -> list[Layer]:
         """The layers with every committed row applied and no tape: what a snapshot or a save keeps."""
+        self._refuse_if_broken()
         return [x.folded(self.count) if isinstance(x, Recurrent) else x for x in self.layers]
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken:
+            raise RuntimeError(f"this conversation can't go on ({self._broken}): start a new one")
 
     def _checked(self, count: Count) -> tuple[int | mx.array, list[int] | None]:
         T = self._pass.rows

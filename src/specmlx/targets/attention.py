@@ -32,6 +32,8 @@ class Attention(nn.Module):
             scaling_config=rope,
             max_position_embeddings=config.max_position_embeddings,
         )
+        # YaRN's frequencies are no parameters: left lazy, only this thread could evaluate them.
+        mx.eval(dict(self.rope))
 
     def __call__(
         self, x: mx.array, kv: KV | None, start: int | mx.array, length: int, mask: mx.array | str | None

@@ -40,8 +40,7 @@ class HybridConfig:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.layer_types is None:
             self.layer_types = [
-                LINEAR if (i + 1) % self.full_attention_interval else FULL
-                for i in range(self.num_hidden_layers)
+                LINEAR if (i + 1) % self.full_attention_interval else FULL for i in range(self.num_hidden_layers)
             ]
         self.rope_parameters = dict(self.rope_parameters)
         if "type" not in self.rope_parameters:
@@ -56,13 +55,9 @@ class HybridConfig:
         if unknown := sorted(set(self.layer_types) - {LINEAR, FULL}):
             raise ValueError(f"layer_types has {unknown}: specmlx knows {LINEAR!r} and {FULL!r}")
         if LINEAR not in self.layer_types:
-            raise ValueError(
-                "not a hybrid: no layer is 'linear_attention'; specmlx runs Gated DeltaNet hybrids"
-            )
+            raise ValueError("not a hybrid: no layer is 'linear_attention'; specmlx runs Gated DeltaNet hybrids")
         if self.num_experts > 0:
-            raise ValueError(
-                f"num_experts is {self.num_experts}: mixture-of-experts targets are not supported yet"
-            )
+            raise ValueError(f"num_experts is {self.num_experts}: mixture-of-experts targets are not supported yet")
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise ValueError(
                 f"linear_num_value_heads ({self.linear_num_value_heads}) must be a multiple of "

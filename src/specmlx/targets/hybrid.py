@@ -136,8 +136,12 @@ class Model(nn.Module):
     def new_states(self, batch: int = 1) -> LayerStates:
         """The states of `batch` conversations before their first row."""
         dtype = self.model.norm.weight.dtype
-        empty = [layer.linear_attn.empty(batch, dtype) if layer.is_linear else None for layer in self.layers]
-        return LayerStates(empty, batch)
+        states = LayerStates(
+            [layer.linear_attn.empty(batch, dtype) if layer.is_linear else None for layer in self.layers], batch
+        )
+        # An array that is still lazy could only be evaluated in this thread.
+        mx.eval([layer[:2] for layer in states.layers if layer is not None])
+        return states
 
     def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int] = ()) -> Pass:
         """Run rows `[B, T]` (int32 ids) after the committed ones: logits `[B, T, V]` and features `[B, T, F]`, none committed.
@@ -160,9 +164,13 @@ class Model(nn.Module):
             n = min(_to_grid(states) or step_size, tokens.shape[1])
             step, tokens = tokens[:, :n], tokens[:, n:]
             _, layers, features = self._rows(states, self.embed_tokens(step), tap_ids, stepped=False)
-            states.open(Pass(n, layers, features=features))
-            states.evaluate()
-            states.commit(n)
+            try:
+                states.open(Pass(n, layers, features=features))
+                states.evaluate()
+                states.commit(n)
+            except BaseException:
+                states.abort()
+                raise
             mx.clear_cache()
             yield step, features
 

@@ -8,9 +8,7 @@ from specmlx.targets.hybrid import Model
 BLOCK = 32
 
 
-def next_token_loss(
-    model: Model, tokens: mx.array, weights: mx.array
-) -> tuple[mx.array, dict[str, mx.array]]:
+def next_token_loss(model: Model, tokens: mx.array, weights: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
     """Weighted mean cross-entropy of tokens `[B, L + 1]` under weights `[B, L]`, and the share of weight 1 predicted right."""
     hidden, _ = model.features(tokens[:, :-1], block=BLOCK)
     logits = model.lm_head(hidden)

@@ -30,9 +30,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
     """
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
-        raise ValueError(
-            f"vocab_size is {vocab_size}; it must be at least {smallest} (bytes and special tokens)"
-        )
+        raise ValueError(f"vocab_size is {vocab_size}; it must be at least {smallest} (bytes and special tokens)")
 
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

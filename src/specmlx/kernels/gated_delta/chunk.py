@@ -37,20 +37,23 @@ def delta_rule(
         return x.reshape(B, n, block, Hv, -1).transpose(1, 0, 3, 2, 4)  # [n, B, Hv, C, D]
 
     q_, k_ = blocks(per_value_head(q, Hv)), blocks(per_value_head(k, Hv))
-    v_, beta_, G = blocks(v), blocks(beta), mx.cumsum(blocks(log_g), axis=-2)
+    v_, beta_, log_g_ = blocks(v), blocks(beta), blocks(log_g)
 
-    lower = mx.tri(block, dtype=mx.float32)
-    # e^(G_t - G_i) overflows above the diagonal: mask the exponent, not the result.
-    ratio = mx.exp(mx.where(lower > 0, G - G.swapaxes(-1, -2), -mx.inf))
+    rows = mx.arange(block)
+    after = rows[:, None] > rows
+    # G_t - G_i summed from row i + 1 on: behind a row that forgets, the difference of two long sums has no digits left.
+    between = mx.cumsum(mx.where(after, log_g_, 0), axis=-2)
+    # Above the diagonal nothing is seen: mask the exponent, not the result.
+    ratio = mx.exp(mx.where(after.T, -mx.inf, between))
     k_t = k_.swapaxes(-1, -2)
-    inverse = unit_lower_inverse(beta_ * (k_ @ k_t) * ratio * (1 - mx.eye(block)))
-    grown = mx.exp(G)
+    inverse = unit_lower_inverse(beta_ * (k_ @ k_t) * ratio * after)
+    grown = mx.exp(mx.cumsum(log_g_, axis=-2))
     U0 = inverse @ (beta_ * v_)
     W = inverse @ (beta_ * grown * k_)
     scores = (q_ @ k_t) * ratio
     q_in = grown * q_
     total = grown[..., -1:, :]
-    k_out = k_ * mx.exp(G[..., -1:, :] - G)
+    k_out = k_ * ratio[..., -1:, :].swapaxes(-1, -2)
 
     ys = []
     for i in range(n):
@@ -100,7 +103,5 @@ def _neumann(A: mx.array) -> mx.array:
 def _diagonal(A: mx.array, step: int, row: int, column: int) -> mx.array:
     """Blocks of the block diagonal, `[..., C / step, s, s]`: rows from `row`, columns from `column` of every `step` square."""
     s = step - row if row else step
-    squares = [
-        A[..., i + row : i + row + s, i + column : i + column + s] for i in range(0, A.shape[-1], step)
-    ]
+    squares = [A[..., i + row : i + row + s, i + column : i + column + s] for i in range(0, A.shape[-1], step)]
     return mx.stack(squares, axis=-3)

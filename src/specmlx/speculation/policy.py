@@ -1,0 +1,191 @@
+"""How a request turns logits into tokens, for the drafter and for the target.
+
+Three rules, each exact: the delivered tokens have the target's own distribution.
+
+- greedy: the argmax; a proposal is kept as far as it is equal.
+- coupled (with a seed): index i has its own Gumbel noise G_i. The target's token is argmax(log p + G_i), a
+  draw from p, and the drafter draws with the same G_i. So the text depends on p and the seed alone: any
+  drafter, any width and none give the same one.
+- rejection (without a seed): Leviathan et al. 2023. Keeps more, sum min(p, q) of each row.
+  It relies on q: how far a proposal is verified may depend on earlier tokens, never on the token cut off.
+
+A sampler or a logits processor that is not specmlx's is honoured row by row (foreign.py).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from specmlx.speculation import foreign
+from specmlx.speculation.accept import Outcome, accept_match, accept_rejection
+from specmlx.speculation.noise import Noise
+from specmlx.speculation.processors import Processor, Tokens
+from specmlx.speculation.sampling import Sampler
+
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+class Policy:
+    """Sampler, logits processors and randomness of one request (or of B lanes, with a seed each).
+
+    Attributes:
+        rule: "greedy", "coupled", "rejection", or "sampler-match" for a foreign sampler.
+        sequential: True if rows are handled one by one, with a look at the device each; `reason` says why.
+        reason: one line, or None.
+    """
+
+    def __init__(
+        self,
+        sampler: Callable[[mx.array], mx.array] | None = None,
+        processors: Sequence[LogitsProcessor] | None = None,
+        seed: int | Sequence[int] | None = None,
+    ):
+        """sampler: a `Sampler`, any callable like mlx-lm's, or None for greedy. seed: see `Noise`.
+
+        Raises ValueError for what can't be called, for a bad seed, and for a seed with a foreign sampler.
+        """
+        self.sampler = Sampler() if sampler is None else sampler
+        self.processors = tuple(processors or ())
+        self.seed = seed
+        for what, value in [("sampler", self.sampler), *(("logits_processors", p) for p in self.processors)]:
+            if not callable(value):
+                raise ValueError(f"{what} must be callable, got {value!r}: use specmlx.make_{what}")
+        self.noise = Noise(seed)
+        ours = isinstance(self.sampler, Sampler)
+        if not ours and seed is not None:
+            raise ValueError(f"seed={seed} needs a sampler of specmlx.make_sampler: this one has randomness of its own")
+        self.foreign_processors = not all(isinstance(p, Processor) for p in self.processors)
+        self.sequential = self.foreign_processors or not ours
+        self.reason = _reason(not ours, self.foreign_processors)
+        if not ours:
+            self.rule = "sampler-match"
+        elif self.sampler.greedy:
+            self.rule = "greedy"
+        # Row by row, tokens are matched; common noise makes them match most often.
+        elif seed is not None or self.sequential:
+            self.rule = "coupled"
+        else:
+            self.rule = "rejection"
+
+    def at(self, position: int | mx.array, history: Tokens | None = None) -> "RoundPolicy":
+        """The policy of one round.
+
+        Args:
+            position: absolute index of the first token that the round delivers: int, or [B] (device ok).
+            history: as `RoundPolicy.accept` takes it; if given, drafts are penalised by it too.
+        """
+        return RoundPolicy(self, position, history)
+
+    def log_probs(self, logprobs: mx.array, indices: mx.array) -> mx.array:
+        """What rows at absolute `indices` [B, T] are sampled from, [B, T, V] -> [B, T, V] float32."""
+        coin = self.noise.uniform("xtc", indices) if self.sampler.xtc_probability > 0 else None
+        return self.sampler.log_probs(logprobs, coin)
+
+    def draw(self, logprobs: mx.array, indices: mx.array) -> mx.array:
+        """The target's own tokens by the greedy or the coupled rule, [B, T, V] -> [B, T] int32."""
+        if self.rule == "coupled":
+            log_p = self.log_probs(logprobs, indices)
+            logprobs = log_p + self.noise.gumbel("token", indices, logprobs.shape[-1])
+        return mx.argmax(logprobs, axis=-1).astype(mx.int32)
+
+
+@dataclass(frozen=True)
+class RoundPolicy:
+    """A policy whose slot 0 has an absolute index: a DraftPolicy, and what accepts the proposal."""
+
+    policy: Policy
+    position: int | mx.array
+    history: Tokens | None = None
+
+    def draft(self, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
+        """Tokens of the proposal slots slot..slot+S-1, and what they were sampled from.
+
+        logits [B, S, V] -> tokens [B, S] int32, q [B, S, V] float32 (None unless the rule is rejection).
+        """
+        policy = self.policy
+        for processor in policy.processors:
+            # Processors shape a draft only as far as they can: the tokens between are not known to all
+            # drafters. That is exact, since q is what the token was sampled from.
+            if isinstance(processor, Processor) and (self.history is not None or not processor.needs_history):
+                logits = processor.rows(self.history, logits, None)
+        if policy.rule in ("greedy", "sampler-match"):
+            return mx.argmax(logits, axis=-1).astype(mx.int32), None
+        indices = self._indices(slot, logits.shape)
+        logprobs = normalise(logits)
+        if policy.rule == "coupled":
+            return policy.draw(logprobs, indices), None
+        log_q = policy.log_probs(logprobs, indices)
+        noise = policy.noise.gumbel("draft", indices, logits.shape[-1])
+        return mx.argmax(log_q + noise, axis=-1).astype(mx.int32), mx.exp(log_q)
+
+    def accept(
+        self, tokens: mx.array, q: mx.array | None, logits: mx.array, history: Tokens | None = None
+    ) -> tuple[Outcome, mx.array]:
+        """What the target keeps of a proposal.
+
+        Args:
+            tokens: the proposal, [B, γ] int32.
+            q: what its tokens were sampled from, [B, γ, V] float32; None if they were not sampled.
+            logits: the target's, [B, γ + 1, V]; rows behind the first rejected token may hold anything.
+            history: this call's prompt and generated tokens including the anchor, [N], or [B, N] padded on
+                the left with -1; needed with processors only (ValueError).
+
+        Returns:
+            The outcome, and logprobs [B, γ + 1, V] as mlx-lm yields them: after the processors, before the
+            filters, in the model's dtype. Rows that a sequential policy didn't reach are NaN.
+        """
+        policy = self.policy
+        history = self.history if history is None else history
+        if logits.shape[1] != tokens.shape[1] + 1:
+            raise ValueError(
+                f"logits must have one row more than the proposal has tokens, got {logits.shape[1]} rows "
+                f"for {tokens.shape[1]} tokens"
+            )
+        if policy.processors and history is None:
+            raise ValueError("logits processors need history=: pass the tokens up to the anchor")
+        indices = self._indices(0, logits.shape)
+        if not policy.foreign_processors:
+            for processor in policy.processors:
+                logits = processor.rows(history, logits, tokens)
+        if policy.sequential:
+            processors = policy.processors if policy.foreign_processors else ()
+            return foreign.accept_rows(tokens, logits, history, processors, self._draw_row(indices))
+        logprobs = normalise(logits)
+        if policy.rule != "rejection":
+            return accept_match(tokens, policy.draw(logprobs, indices)), logprobs
+        p = mx.exp(policy.log_probs(logprobs, indices))
+        u = policy.noise.uniform("accept", indices[:, :-1])
+        # One draw a round: it is keyed by the round's first index, which no other round has.
+        noise = policy.noise.gumbel("residual", indices[:, :1], logits.shape[-1])[:, 0]
+        return accept_rejection(tokens, q, p, u, noise), logprobs
+
+    def _draw_row(self, indices):
+        policy = self.policy
+        if policy.rule == "sampler-match":
+            return lambda lane, row, logprobs: policy.sampler(logprobs)
+        # All lanes' draw of this row: a lane's noise is found by its place in the batch.
+        return lambda lane, row, logprobs: policy.draw(
+            mx.broadcast_to(logprobs[:, None], (len(indices), 1, logprobs.shape[-1])),
+            indices[:, row : row + 1],
+        )[lane]
+
+    def _indices(self, slot, shape):
+        position = mx.array(self.position).reshape(-1, 1) + slot
+        return mx.broadcast_to(position + mx.arange(shape[1]), shape[:2])
+
+
+def normalise(logits: mx.array) -> mx.array:
+    """Log-probabilities in the logits' own dtype, as mlx_lm.generate computes them, [..., V] -> [..., V].
+
+    Greedy is decided on these: rounding makes ties that the logits do not have.
+    """
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def _reason(foreign_sampler, foreign_processors):
+    if foreign_processors:
+        return "a logits processor is not specmlx's: rows are processed one by one on accepted text only"
+    if foreign_sampler:
+        return "the sampler is not specmlx's: tokens are drawn with it one by one and compared with the draft"
+    return None

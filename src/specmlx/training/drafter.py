@@ -1,0 +1,129 @@
+"""Training of block drafters on a frozen target: many anchors of a sequence in one packed pass, and the papers' losses."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from specmlx.drafters.block import BlockTrunk
+from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.config import DFLASH
+from specmlx.targets.hybrid import Model
+
+LossFunction = Callable[..., tuple[mx.array, dict[str, mx.array]]]
+
+
+@dataclass(frozen=True)
+class DraftLoss:
+    """Weights of the terms of a drafter's loss, summed over slots with weight exp(-k / decay).
+
+    token: cross-entropy with the data's token (DFlash, arXiv 2602.06036). soft: cross-entropy with the target's
+    distribution p. l1: sum |q - p|, twice the chance of rejection. confidence: binary cross-entropy of the confidence
+    head with the chance of acceptance 1 - L1 / 2 (DSpark, arXiv 2607.05147: token .1, l1 .9, confidence 1).
+    """
+
+    token: float = 0.0
+    soft: float = 0.0
+    l1: float = 0.0
+    confidence: float = 0.0
+    decay: float = 4.0
+
+
+DFLASH_LOSS = DraftLoss(token=1.0)
+DSPARK_LOSS = DraftLoss(token=0.1, l1=0.9, confidence=1.0)
+
+
+def sample_anchors(weights: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
+    """`[B, count]` int32 anchors without replacement: positions whose next token is the answer's; -1 where there are too few.
+
+    `weights` `[B, L]` is 1 where the token after a position belongs to an answer, so the prompt's last token is among them.
+    """
+    anchors = np.full((len(weights), count), -1, np.int32)
+    for row, weight in zip(anchors, weights, strict=True):
+        valid = np.flatnonzero(weight == 1)
+        chosen = rng.choice(valid, size=min(count, len(valid)), replace=False)
+        row[: len(chosen)] = np.sort(chosen)
+    return anchors
+
+
+def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss) -> LossFunction:
+    """The loss of `drafter.model` on tokens `[B, L + 1]`, weights `[B, L]` and anchors `[B, N]`; the target is frozen.
+
+    The anchor at a opens a block at positions a..a + block - 1, which sees the taps of rows before a and itself. Slots are
+    supervised as far as the answer goes without a break. `tau` is the mean count of leading slots that hit the target's
+    own argmax, plus 1, on the data's text.
+    """
+    config = drafter.config
+    first = 1 if config.kind == DFLASH else 0
+    slots = mx.arange(first, config.block_size, dtype=mx.int32)
+    # The target row that predicts what a slot guesses: a for the first slot, whose token stands at a + 1.
+    rows_ahead = slots - first
+    slot_weights = mx.exp(-mx.arange(slots.size) / terms.decay)
+
+    def loss(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
+        B, L = weights.shape
+        hidden, features = target.features(tokens[:, :-1], drafter.tap_ids)
+        target_logits = mx.stop_gradient(target.lm_head(hidden).astype(mx.float32))
+        features = mx.stop_gradient(features)
+
+        real = anchors >= 0
+        at = mx.maximum(anchors, 0)
+        h = _block_rows(drafter, model, tokens, features, at)[:, :, first:]
+        rows = at[..., None] + rows_ahead  # [B, N, S]: the target's row that predicts the slot's token
+        inside = mx.minimum(rows, L - 1)
+        supervised = (mx.take_along_axis(weights[:, None], inside, axis=2) == 1) & (rows < L) & real[..., None]
+        supervised = mx.cumprod(supervised.astype(mx.float32), axis=-1)
+        labels = mx.take_along_axis(tokens[:, None], inside + 1, axis=2)
+        previous = mx.take_along_axis(tokens[:, None], inside, axis=2)
+
+        logits, confidence = _slot_logits(drafter, model, h, previous)
+        log_q = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        flat = inside.reshape(B, -1)[..., None]
+        log_p = mx.take_along_axis(target_logits, flat, axis=1).reshape(log_q.shape)
+        log_p = log_p - mx.logsumexp(log_p, axis=-1, keepdims=True)
+
+        p = mx.exp(log_p)
+        distance = mx.abs(mx.exp(log_q) - p).sum(axis=-1)
+        value = terms.l1 * distance
+        if terms.token:
+            value = value - terms.token * mx.take_along_axis(log_q, labels[..., None], axis=-1)[..., 0]
+        if terms.soft:
+            value = value - terms.soft * (p * log_q).sum(axis=-1)
+        if terms.confidence and confidence is not None:
+            kept = mx.stop_gradient(1 - distance / 2)
+            value = value + terms.confidence * nn.losses.binary_cross_entropy(confidence, kept, reduction="none")
+        weight = supervised * slot_weights
+        hits = (mx.argmax(log_q, axis=-1) == mx.argmax(log_p, axis=-1)).astype(mx.float32) * supervised
+        tau = 1 + (mx.cumprod(hits, axis=-1).sum(axis=-1) * real).sum() / mx.maximum(real.sum(), 1)
+        return (value * weight).sum() / mx.maximum(weight.sum(), 1e-6), {"tau": tau}
+
+    return loss
+
+
+def _block_rows(drafter: BlockDrafter, model: BlockTrunk, tokens: mx.array, features: mx.array, anchors: mx.array):
+    """Normed rows `[B, N, block, D]` of the blocks at anchors `[B, N]`, all in one pass."""
+    B, N = anchors.shape
+    block, S = drafter.config.block_size, features.shape[1]
+    ids = mx.take_along_axis(tokens, anchors, axis=1)
+    x = mx.stop_gradient(drafter.block_embeddings(ids)).reshape(B, N * block, -1)
+    positions = (anchors[..., None] + mx.arange(block, dtype=mx.int32)).reshape(B, -1)
+    context_positions = mx.broadcast_to(mx.arange(S, dtype=mx.int32), (B, S))
+    start = mx.repeat(anchors, block, axis=1)
+    own = mx.repeat(mx.arange(N), block)
+    before = context_positions[:, None] < start[..., None]
+    same = mx.broadcast_to(own[:, None] == own, (B, N * block, N * block))
+    mask = mx.concatenate([before, same], axis=-1)[:, None]
+    return model.hidden(x, positions, features, context_positions, mask).reshape(B, N, block, -1)
+
+
+def _slot_logits(drafter: BlockDrafter, model: BlockTrunk, h: mx.array, previous: mx.array):
+    """Logits `[B, N, S, V]` float32 of the slots and the confidence head's logits, given the true tokens before them."""
+    logits = drafter.logits(h).astype(mx.float32)
+    if drafter.config.kind == DFLASH:
+        return logits, None
+    confidence = None
+    if drafter.config.enable_confidence_head:
+        confidence = model.confidence_head(h, model.markov_head.markov_w1(previous))
+    return logits + model.markov_head(previous), confidence
