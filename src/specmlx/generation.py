@@ -98,7 +98,8 @@ def stream_generate(
         num_draft_tokens: drafted tokens verified in each pass, 0 to the drafter's most (the default).
         seed: makes sampling repeatable, whatever the drafter and the width.
         stop: strings that end the text; they are not part of it.
-        sampler, logits_processors: `specmlx.make_sampler`'s and `make_logits_processors`'s, or any callable like mlx_lm's.
+        sampler, logits_processors: `specmlx.make_sampler`'s and `make_logits_processors`'s, or callables
+            like mlx_lm's.
         prompt_cache: `make_prompt_cache(model)` or mlx_lm's list of caches; extended in place.
         prefill_step_size: prompt tokens per step, rounded up to a multiple of 64.
         prompt_progress_callback: gets (processed, total).
@@ -147,7 +148,7 @@ def generate(
     verbose: bool = False,
     **kwargs: Any,
 ) -> str:
-    """The whole text of `stream_generate`, which takes the same options; `verbose` prints it as it comes, and figures on stderr."""
+    """The whole text of `stream_generate`, with the same options; `verbose` prints it, and figures on stderr."""
     text, response = "", None
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         text += response.text
@@ -160,7 +161,7 @@ def generate(
 
 
 def summary(response: GenerationResponse) -> str:
-    """One line on a finished generation: tokens, acceptance length, speeds of decoding and end to end, mode and reason."""
+    """One line on a finished generation: tokens, acceptance length, speed of decoding and end to end, mode."""
     stats = response.stats
     seconds = stats.prefill_seconds + stats.decode_seconds
     speculative = f", {stats.acceptance_length:.2f} tokens per target pass ({stats.rounds} passes)"

@@ -66,7 +66,7 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
 
 
 def open_cache(model: Model, prompt_cache: Any) -> Conversation:
-    """The conversation that `prompt_cache` (None, ours, or a stock list) stands for. Raises TypeError for anything else."""
+    """The conversation that `prompt_cache` (None, ours, a stock list) stands for; TypeError for anything else."""
     if prompt_cache is None:
         return make_prompt_cache(model)
     if isinstance(prompt_cache, Conversation):
@@ -87,7 +87,7 @@ def open_cache(model: Model, prompt_cache: Any) -> Conversation:
 
 
 def close_cache(model: Model, prompt_cache: Any, conversation: Conversation, owner: int) -> None:
-    """Hand a stock list its layers back, holding every token that was given, as mlx-lm's do: the pending one runs too."""
+    """Hand a stock list its layers back; as mlx-lm's own they hold every token given, so the pending one runs."""
     if not isinstance(prompt_cache, list) or not conversation.owned_by(owner) or conversation.states.broken:
         return
     if conversation.pending is not None:

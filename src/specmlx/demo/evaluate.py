@@ -43,7 +43,7 @@ def distinct_3grams(tokens: list[int]) -> float:
 
 
 def answer(model, tokenizer, examples: list[Example], max_tokens: int = 160, **options) -> dict[str, Answers]:
-    """Answer each question greedily by the real loop and add up the figures of each kind; options as stream_generate's."""
+    """Answer each question greedily by the real loop; figures added up by kind. Options: stream_generate's."""
     from specmlx.generation import stream_generate
 
     kinds: dict[str, Answers] = defaultdict(Answers)

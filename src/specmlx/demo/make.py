@@ -1,4 +1,4 @@
-"""How the embedded pair was made: `python -m specmlx.demo.make all --work DIR` repeats it, and resumes where it stopped."""
+"""How the embedded pair was made: `python -m specmlx.demo.make all --work DIR` repeats it, resumably."""
 
 import json
 from pathlib import Path

@@ -13,7 +13,6 @@ from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation, Draft, Observable
 from specmlx.state.layers import LayerStates, Pass
 
-
 # Rounds between two emptyings of mlx's buffer cache, which grows with every new attention length.
 _CLEAR_EVERY = 128
 
@@ -32,7 +31,7 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class Token:
-    """One token that leaves: its id, the target's log-probabilities `[V]`, whether it was drafted, why it is the last."""
+    """A token that leaves: its id, the target's log-probabilities `[V]`, if it was drafted, why it is the last."""
 
     id: int
     logprobs: mx.array
@@ -58,8 +57,9 @@ def generate_tokens(
     """Tokens that continue the conversation after `prompt`, `width` drafted ones verified in each pass over the target.
 
     Whenever a token has left, the conversation holds exactly what the user was given, so it may be dropped there and
-    taken over by another request. Raises ValueError for an empty prompt, a width outside 0..drafter.max_width, max_tokens
-    of 0 and proposals outside the vocabulary; RuntimeError with its position for logits that are NaN or infinite.
+    taken over by another request. Raises ValueError for an empty prompt, a width outside
+    0..drafter.max_width, max_tokens of 0 and proposals outside the vocabulary; RuntimeError, with the position, for
+    logits that are NaN or +inf.
     """
     if len(prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token")
@@ -89,11 +89,12 @@ def generate_tokens(
         # Clipped so that a bad id can't read foreign memory before it is refused.
         drafts = mx.clip(proposal.tokens, 0, target.vocab_size - 1)
         rows = mx.concatenate([mx.array([[conversation.pending]], dtype=mx.int32), drafts], axis=1)
-        verified = target.verify(conversation.states, rows, taps)
         try:
+            verified = target.verify(conversation.states, rows, taps)
             outcome, logprobs = round_policy.accept(proposal.tokens, proposal.q, verified.logits, history)
             bad = mx.any(mx.isnan(verified.logits) | (verified.logits == mx.inf), axis=-1)
-            conversation.states.evaluate(outcome.accepted, outcome.next_anchor, logprobs, bad, proposal.tokens)
+            outputs = [outcome.accepted, outcome.next_anchor, logprobs, bad, proposal.tokens]
+            conversation.states.evaluate(outputs, conversation.draft_arrays())
             drafted = _checked(proposal, target.vocab_size)
         except BaseException:
             conversation.states.abort()
@@ -108,7 +109,7 @@ def generate_tokens(
                 where = len(conversation.processed) + 1
                 raise RuntimeError(f"the target's logits for token {where} are NaN or infinite")
             conversation.commit(n + 1, token)
-            conversation.unobserved = Observable(rows, verified.features) if taps else None
+            conversation.unobserved = Observable(rows, verified.features) if drafter else None
             history.append(token)
             stats.deliver(from_draft=n < accepted)
             finish = _finish(token, stop_tokens, stats.generation_tokens, max_tokens)
@@ -137,9 +138,9 @@ def _prefill(
         conversation.pending = None
         conversation.unobserved = None
         if drafter:
-            context = conversation.draft.context
-            drafter.observe(context, tokens, features, n)
-            mx.eval(context.arrays())
+            conversation.unobserved = Observable(tokens, features)
+            _observe(conversation, drafter)
+            mx.eval(conversation.draft_arrays())
         done += n
         yield done - len(before)
     conversation.pending = prompt[-1]
@@ -147,14 +148,17 @@ def _prefill(
 
 def _observe(conversation: Conversation, drafter: Drafter | None) -> None:
     """Let the drafter see the committed rows that it has not seen; one that is new to the conversation starts here."""
-    rows, conversation.unobserved = conversation.unobserved, None
+    rows, draft = conversation.unobserved, conversation.draft
+    # Taken out meanwhile: a context that an exception left half-way would be wrong from then on.
+    conversation.unobserved = conversation.draft = None
     if drafter is None:
         # What it misses now, it could only catch up on with the features.
-        conversation.draft = None
-    elif conversation.draft is None or conversation.draft.drafter is not drafter:
-        conversation.draft = Draft(drafter, drafter.new_context(1, start=len(conversation.processed)))
+        return
+    if draft is None or draft.drafter is not drafter:
+        draft = Draft(drafter, drafter.new_context(1, start=len(conversation.processed)))
     elif rows is not None:
-        drafter.observe(conversation.draft.context, rows.tokens, rows.features, conversation.states.count)
+        drafter.observe(draft.context, rows.tokens, rows.features, conversation.states.count)
+    conversation.draft = draft
 
 
 def _propose(conversation: Conversation, drafter: Drafter | None, width: int, policy) -> Proposal:

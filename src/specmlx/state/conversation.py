@@ -1,4 +1,4 @@
-"""One conversation: the ids that are in the state, the one that is not yet, and what target and drafter keep of them."""
+"""One conversation: the ids in the state, the one that is not in yet, and what target and drafter keep of them."""
 
 import json
 import os
@@ -15,10 +15,10 @@ FORMAT = "specmlx-conversation-1"
 
 
 class Observable(NamedTuple):
-    """Rows of the last verify pass that a drafter may still observe: tokens `[1, T]` and their taps `[1, T, F]`."""
+    """Rows of the last pass that a drafter may still observe: tokens `[1, T]` and their taps `[1, T, F]`, if it has any."""
 
     tokens: mx.array
-    features: mx.array
+    features: mx.array | None
 
 
 class Draft(NamedTuple):
@@ -29,7 +29,7 @@ class Draft(NamedTuple):
 
 
 class Conversation:
-    """Processed ids are in `states`; `pending` has left to the user but is not in. Together: what the user has been given.
+    """Processed ids are in `states`; `pending` has left but is not in. Together: what the user was given.
 
     `draft` is the last drafter's context; `unobserved` the rows that it has not seen (as many as `states.count`).
     One request at a time owns it: `claim` takes it over, and an older owner's next step raises.
@@ -51,6 +51,10 @@ class Conversation:
     @property
     def nbytes(self) -> int:
         return self.states.nbytes
+
+    def draft_arrays(self) -> list[mx.array]:
+        """Everything to evaluate for the drafter's context to stand on its own: in another thread, or many rounds on."""
+        return [] if self.draft is None else self.draft.context.arrays()
 
     def claim(self) -> int:
         """Take the conversation over and get the owner's number.
@@ -78,7 +82,7 @@ class Conversation:
 
 
 def save(path: str | Path, conversation: Conversation, metadata: dict[str, str] | None = None) -> None:
-    """Write a conversation's target state to a safetensors file, replacing it atomically; drafter contexts are not kept."""
+    """Write the target's state to a safetensors file, replacing it atomically; drafter contexts are not kept."""
     arrays = {}
     for i, layer in enumerate(conversation.states.folded()):
         if isinstance(layer, KV):

@@ -62,7 +62,7 @@ def _write(buffer: mx.array, rows: mx.array, start: int | mx.array) -> mx.array:
 
 
 def visible(q_positions: mx.array, length: int, window: int | None = None) -> mx.array:
-    """Boolean mask `[B, 1, T, length]`: buffer row j is seen by the query at position p iff j <= p (and p - j < window)."""
+    """Boolean mask `[B, 1, T, length]`: the query at position p sees row j iff j <= p (and p - j < window)."""
     rows = mx.arange(length)
     q = q_positions[:, None, :, None]
     mask = rows <= q

@@ -38,11 +38,11 @@ class Origin(NamedTuple):
 
 
 class LayerStates:
-    """Layer states in which a pass counts only once it is committed: `open`, then `commit(n)` with growing n, or `abort()`.
+    """Layer states where a pass counts only once committed: `open`, then `commit(n)` with growing n, or `abort()`.
 
-    `start` rows were in before the last committed pass and `count` of its rows are in too: ints while all lanes agree and
-    the host knows them, else int32 `[B]` on the device. Recurrent layers are installed by the first commit. KV buffers are
-    replaced when a pass opens, since it writes only beyond the rows that are in.
+    `start` rows were in before the last committed pass and `count` of its rows are in too: ints while all lanes
+    agree and the host knows them, else int32 `[B]` on the device. Recurrent layers are installed by the first commit.
+    KV buffers are replaced when a pass opens, since it writes only beyond the rows that are in.
     """
 
     def __init__(self, layers: list[Layer], batch: int = 1):
@@ -85,7 +85,7 @@ class LayerStates:
         return new
 
     def evaluate(self, *arrays: mx.array) -> None:
-        """Evaluate the open pass with `arrays`. Where that raises, KV rows may be half written: all further use is refused."""
+        """Evaluate the open pass and `arrays`. Should that raise, KV rows may be half written: no further use."""
         try:
             mx.eval(self._pass.arrays(), *arrays)
         except Exception as error:

@@ -38,7 +38,7 @@ class Attention(nn.Module):
     def __call__(
         self, x: mx.array, kv: KV | None, start: int | mx.array, length: int, mask: mx.array | str | None
     ) -> tuple[mx.array, KV | None]:
-        """Rows `[B, T, D]` written at `start` (int, or int32 `[B]`), which then see the buffer's first `length` rows by `mask`.
+        """Rows `[B, T, D]`, written at `start` (int, or int32 `[B]`), see the buffer's first `length` rows by `mask`.
 
         Without a buffer (`kv` None and `length` 0, in training) the rows see one another only.
         """

@@ -19,9 +19,12 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{path} has no config.json: give a model directory or a Hub id")
     try:
-        return json.loads(file.read_text())
+        config = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} holds a {type(config).__name__}, not a model's settings")
+    return config
 
 
 def check_target(config: dict[str, Any], path: Path | str) -> None:
@@ -68,6 +71,8 @@ def load_target(
         raise ValueError(f"{path} has no model*.safetensors: the download may be incomplete") from None
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}/config.json is not as mlx-lm reads it: {error!r}") from None
     if adapter_path is not None:
         model = _with_adapters(load_adapters, model, adapter_path)
     if dtype is not None:
@@ -92,7 +97,7 @@ def cast(model, dtype: mx.Dtype) -> None:
 def _with_adapters(load_adapters, model: Model, adapter_path: str) -> Model:
     try:
         return load_adapters(model, adapter_path)
-    except (FileNotFoundError, RuntimeError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"can't load the adapter {adapter_path}: {_one_line(error)}") from None
 
 

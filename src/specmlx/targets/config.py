@@ -4,6 +4,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 LINEAR, FULL = "linear_attention", "full_attention"
+_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SIZES = (
+    *_REQUIRED,
+    "num_key_value_heads",
+    "linear_num_value_heads",
+    "linear_num_key_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+    "full_attention_interval",
+)
 
 
 @dataclass
@@ -36,6 +47,10 @@ class HybridConfig:
     draft_model: str | None = None
 
     def __post_init__(self):
+        for name in _SIZES:
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: it must be a positive integer")
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.layer_types is None:
@@ -54,8 +69,9 @@ class HybridConfig:
             )
         if unknown := sorted(set(self.layer_types) - {LINEAR, FULL}):
             raise ValueError(f"layer_types has {unknown}: specmlx knows {LINEAR!r} and {FULL!r}")
-        if LINEAR not in self.layer_types:
-            raise ValueError("not a hybrid: no layer is 'linear_attention'; specmlx runs Gated DeltaNet hybrids")
+        for kind in (LINEAR, FULL):
+            if kind not in self.layer_types:
+                raise ValueError(f"not a hybrid: no layer is {kind!r}; specmlx runs Gated DeltaNet hybrids")
         if self.num_experts > 0:
             raise ValueError(f"num_experts is {self.num_experts}: mixture-of-experts targets are not supported yet")
         if self.linear_num_value_heads % self.linear_num_key_heads:
@@ -70,16 +86,9 @@ class HybridConfig:
 
         Raises ValueError where a required key is missing or the geometry is not a dense hybrid.
         """
-        text = {**params, **params.get("text_config", {})}
+        text = {**params, **(params.get("text_config") or {})}
         text["model_type"] = params.get("model_type", text.get("model_type"))
-        required = (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "vocab_size",
-        )
-        if missing := [key for key in required if key not in text]:
+        if missing := [key for key in _REQUIRED if key not in text]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in text.items() if key in known and value is not None})

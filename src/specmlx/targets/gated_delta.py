@@ -74,7 +74,7 @@ class GatedDeltaNet(nn.Module):
         q = q.reshape(B, T, self.num_k_heads, self.head_k_dim)
         k = k.reshape(B, T, self.num_k_heads, self.head_k_dim)
         v = v.reshape(B, T, self.num_v_heads, self.head_v_dim)
-        # Unit length for q and k, and q times Dk^-0.5. rms_norm adds eps to the mean of squares, the l2 norm to the sum.
+        # Unit length for q and k, and q times Dk^-0.5. rms_norm adds eps to the mean of squares, l2 to their sum.
         scale = self.head_k_dim**-0.5
         eps = 1e-6 * scale**2
         q = scale**2 * mx.fast.rms_norm(q, None, eps)

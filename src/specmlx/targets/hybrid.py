@@ -18,7 +18,6 @@ from specmlx.targets.config import LINEAR, HybridConfig
 from specmlx.targets.gated_delta import GatedDeltaNet
 from specmlx.targets.weights import sanitize
 
-
 # Through mlx-lm's interface, passes of up to this many rows are stepped, as decoding is; longer ones are prefill.
 _STEPPED = 16
 
@@ -61,7 +60,7 @@ class HybridTextModel(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def rows(self, h: mx.array, mixers: Sequence[Callable], tap_ids: Sequence[int]):
-        """Run embeddings `[B, T, D]` through all layers: the residual stream, the layers' new states, the taps `[B, T, F]`."""
+        """Embeddings `[B, T, D]` through all layers: the residual stream, the new states, the taps `[B, T, F]`."""
         states, taps = [], {}
         for i, (layer, mixer) in enumerate(zip(self.layers, mixers, strict=True)):
             h, state = layer(h, mixer)
@@ -144,7 +143,7 @@ class Model(nn.Module):
         return states
 
     def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int] = ()) -> Pass:
-        """Run rows `[B, T]` (int32 ids) after the committed ones: logits `[B, T, V]` and features `[B, T, F]`, none committed.
+        """Rows `[B, T]` (int32 ids) after the committed ones: logits `[B, T, V]`, features `[B, T, F]`; none is committed.
 
         Raises RuntimeError, before anything changes, while the last pass is neither committed nor aborted.
         """
@@ -154,7 +153,7 @@ class Model(nn.Module):
     def prefill(
         self, states: LayerStates, tokens: mx.array, tap_ids: Sequence[int] = (), step_size: int = 2048
     ) -> Iterator[tuple[mx.array, mx.array | None]]:
-        """Run tokens `[B, L]` that are all kept, in steps, and yield each step's tokens and features once it is committed.
+        """Run tokens `[B, L]` that are all kept, and yield each step's tokens and features once it is committed.
 
         Steps end on the absolute grid of 64 rows, to which `step_size` is rounded up, so a row's bits do not depend on
         it. No logits are computed. Raises ValueError where the lanes' lengths differ.
@@ -217,7 +216,7 @@ class Model(nn.Module):
     def __call__(
         self, inputs: mx.array, cache: list | None = None, input_embeddings: mx.array | None = None
     ) -> mx.array:
-        """Logits `[B, L, V]` as mlx-lm's models give them; `cache`, a list of stock mlx-lm caches, is updated in place."""
+        """Logits `[B, L, V]` as mlx-lm's models give them; `cache`, stock mlx-lm caches, is updated in place."""
         h = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
         if cache is None:
             return self.lm_head(self._whole(h)[0])

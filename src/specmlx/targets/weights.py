@@ -15,8 +15,8 @@ _OFFSET_NORMS = (
 def sanitize(weights: dict[str, mx.array], tied: bool) -> dict[str, mx.array]:
     """Weights under mlx-lm's names: one prefix, no vision or MTP weights, no head where it is tied.
 
-    Raw Hugging Face files are told by their conv1d layout `[C, 1, K]`: those convs are transposed to `[C, K, 1]` and their
-    norms, stored as w - 1, get 1 added (as mlx-lm does). Converted files and a second call change nothing.
+    Raw Hugging Face files are told by their conv1d layout `[C, 1, K]`: those convs are transposed to `[C, K, 1]` and
+    their norms, stored as w - 1, get 1 added (as mlx-lm does). Converted files and a second call change nothing.
     """
     raw = any(k.endswith("conv1d.weight") and v.shape[-1] != 1 for k, v in weights.items())
     sanitized = {}

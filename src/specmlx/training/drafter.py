@@ -1,4 +1,4 @@
-"""Training of block drafters on a frozen target: many anchors of a sequence in one packed pass, and the papers' losses."""
+"""Training of block drafters on a frozen target: many anchors in one packed pass, and the papers' losses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,9 +36,10 @@ DSPARK_LOSS = DraftLoss(token=0.1, l1=0.9, confidence=1.0)
 
 
 def sample_anchors(weights: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """`[B, count]` int32 anchors without replacement: positions whose next token is the answer's; -1 where there are too few.
+    """`[B, count]` int32 anchors, each at most once: positions whose next token is the answer's; -1 where too few.
 
-    `weights` `[B, L]` is 1 where the token after a position belongs to an answer, so the prompt's last token is among them.
+    `weights` `[B, L]` is 1 where the token after a position belongs to an answer, so the prompt's last token is
+    among them.
     """
     anchors = np.full((len(weights), count), -1, np.int32)
     for row, weight in zip(anchors, weights, strict=True):
@@ -119,7 +120,7 @@ def _block_rows(drafter: BlockDrafter, model: BlockTrunk, tokens: mx.array, feat
 
 
 def _slot_logits(drafter: BlockDrafter, model: BlockTrunk, h: mx.array, previous: mx.array):
-    """Logits `[B, N, S, V]` float32 of the slots and the confidence head's logits, given the true tokens before them."""
+    """Logits `[B, N, S, V]` float32 of the slots, and the confidence head's, given the true tokens before them."""
     logits = drafter.logits(h).astype(mx.float32)
     if drafter.config.kind == DFLASH:
         return logits, None

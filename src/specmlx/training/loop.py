@@ -17,7 +17,7 @@ Batch = tuple[mx.array, ...]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Learning rate over steps: linear warm-up, `constant` as a share of all steps, then linear down to `floor` × peak."""
+    """Learning rate: linear warm-up, constant for a share of all steps, then linear down to `floor` × peak."""
 
     peak: float
     steps: int
@@ -49,8 +49,8 @@ def train(
 ) -> Iterator[dict]:
     """Train `model` in place, from the checkpoint in `directory` where there is one, and yield a record every 10 steps.
 
-    `loss(model, *batch(step))` gives the scalar to lower and figures to log. The batch of a step depends on the step only,
-    so an interrupted run goes on as an uninterrupted one would.
+    `loss(model, *batch(step))` gives the scalar to lower and figures to log. The batch of a step depends on the step
+    only, so an interrupted run goes on as an uninterrupted one would.
     """
     optimizer = optim.AdamW(schedule(0), betas=list(betas), weight_decay=weight_decay)
     optimizer.init(model.trainable_parameters())

@@ -9,7 +9,7 @@ BLOCK = 32
 
 
 def next_token_loss(model: Model, tokens: mx.array, weights: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
-    """Weighted mean cross-entropy of tokens `[B, L + 1]` under weights `[B, L]`, and the share of weight 1 predicted right."""
+    """Weighted mean cross-entropy of tokens `[B, L + 1]`, weights `[B, L]`; and the share of weight 1 that is right."""
     hidden, _ = model.features(tokens[:, :-1], block=BLOCK)
     logits = model.lm_head(hidden)
     labels = tokens[:, 1:]

@@ -22,10 +22,10 @@ def delta_rule(
     beta: mx.array,
     block: int = GRID,
 ) -> tuple[mx.array, mx.array]:
-    """Outputs y `[B, T, Hv, Dv]` (q's dtype) and the state after T rows, in blocks of `block` rows from the first row on.
+    """Outputs y `[B, T, Hv, Dv]` (q's dtype) and the state after T rows, in blocks from the first row on.
 
     Shapes: S `[B, Hv, Dv, Dk]` float32; q, k `[B, T, Hk, Dk]`; v `[B, T, Hv, Dv]`; log_g (float32), beta `[B, T, Hv]`.
-    The last block is padded with neutral rows (k = v = beta = 0, g = 1), so a row's bits do not depend on how many follow.
+    The last block is padded with neutral rows (k = v = beta = 0, g = 1): a row's bits don't depend on how many follow.
     """
     B, T, Hv, Dv = v.shape
     n = -(-T // block)
@@ -101,7 +101,7 @@ def _neumann(A: mx.array) -> mx.array:
 
 
 def _diagonal(A: mx.array, step: int, row: int, column: int) -> mx.array:
-    """Blocks of the block diagonal, `[..., C / step, s, s]`: rows from `row`, columns from `column` of every `step` square."""
+    """Squares `[..., C / step, s, s]` along the diagonal: from `row` and `column` of every `step` x `step` block."""
     s = step - row if row else step
     squares = [A[..., i + row : i + row + s, i + column : i + column + s] for i in range(0, A.shape[-1], step)]
     return mx.stack(squares, axis=-3)

@@ -1,6 +1,6 @@
 """The gated delta rule row by row, and the fold of rows that were accepted later.
 
-S <- g S, delta = (v - S k) beta, S <- S + delta kᵀ, y = S q (Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464),
+S <- g S, delta = (v - S k) beta, S <- S + delta kᵀ, y = S q (Yang et al. 2024, arXiv 2412.06464),
 with mlx-lm's order of operations, so that the bits are those of its `gated_delta_ops`.
 """
 
