@@ -15,6 +15,7 @@ from specmlx.drafters.config import DSPARK, DrafterConfig
 from specmlx.drafters.dflash import DFlash
 from specmlx.drafters.dspark import DSpark, DSparkTrunk
 from specmlx.drafters.pairing import check_pair
+from specmlx.formats.dense import column_major
 
 PREFIX = "model."
 SHARED = ("embed_tokens.", "lm_head.")

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
+from specmlx.formats.dense import column_major
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
 
@@ -78,6 +79,8 @@ def load_target(
     if dtype is not None:
         cast(model, dtype)
     model.eval()
+    if mx.default_device() == mx.cpu:
+        column_major(model)
     if not lazy:
         mx.eval(model.parameters())
     return model, config

@@ -52,9 +52,9 @@ def sample_anchors(weights: np.ndarray, count: int, rng: np.random.Generator) ->
 def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss) -> LossFunction:
     """The loss of `drafter.model` on tokens `[B, L + 1]`, weights `[B, L]` and anchors `[B, N]`; the target is frozen.
 
-    The anchor at a opens a block at positions a..a + block - 1, which sees the taps of rows before a and itself. Slots are
-    supervised as far as the answer goes without a break. `tau` is the mean count of leading slots that hit the target's
-    own argmax, plus 1, on the data's text.
+    The anchor at a opens a block at positions a..a + block - 1, which sees the taps of rows before a and itself. Slots
+    are supervised as far as the answer goes without a break. `tau` is 1 plus the mean count of leading slots that hit
+    the target's own argmax, on the data's text.
     """
     config = drafter.config
     first = 1 if config.kind == DFLASH else 0
