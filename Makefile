@@ -22,6 +22,11 @@ lint: $(VENV)/.dev
 train-demo: $(VENV)/.demo
 	$(BIN)/python -m specmlx.demo.make all --work runs/demo
 
+# Held-out answers and acceptance by kind, then speed by width against plain decoding: some minutes.
+bench-demo: $(VENV)/.demo
+	$(BIN)/python -m specmlx.demo.evaluate
+	$(BIN)/python benchmarks/demo_speed.py
+
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "specmlx needs Python 3.11 or newer, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.11" % v[:2])'
 	$(PYTHON) -m venv $(VENV)

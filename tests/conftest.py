@@ -61,22 +61,7 @@ def bit_exact():
 
 @pytest.fixture(scope="session")
 def demo_directory(tmp_path_factory):
-    """The demo pair as a user's model directory: the target in float32, and in draft/ its DSpark drafter."""
-    import shutil
-    from pathlib import Path
+    """The demo pair as a user's model directory in float32, whose config names its DSpark drafter."""
+    from specmlx.demo.export import write_demo
 
-    import mlx.core as mx
-
-    import specmlx.demo
-
-    demo = Path(specmlx.demo.__file__).parent
-    folder = tmp_path_factory.mktemp("demo-float32")
-    for source, target in [(demo / "target", folder), (demo / "dspark", folder / "draft")]:
-        target.mkdir(exist_ok=True)
-        for path in source.iterdir():
-            if path.suffix == ".safetensors":
-                weights = {k: v.astype(mx.float32) for k, v in mx.load(str(path)).items()}
-                mx.save_safetensors(str(target / path.name), weights, metadata={"format": "mlx"})
-            elif path.is_file():
-                shutil.copy(path, target)
-    return folder
+    return write_demo(tmp_path_factory.mktemp("demo-float32"))

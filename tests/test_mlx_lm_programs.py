@@ -55,9 +55,7 @@ def test_only_the_import_lines_change(program, demo_directory, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("program", ["cache_turns", "sampler_processors"])
-def test_caches_and_samplers_made_by_mlx_lm_are_taken(
-    program, demo_directory, monkeypatch, tmp_path, answers
-):
+def test_caches_and_samplers_made_by_mlx_lm_are_taken(program, demo_directory, monkeypatch, tmp_path, answers):
     path = Path(__file__).parent / "programs" / f"{program}.py"
     want = under_mlx_lm(path, demo_directory, monkeypatch, answers)
     got, _ = under_specmlx(path, FIRST_IMPORT, demo_directory, monkeypatch, tmp_path)

@@ -21,8 +21,6 @@ for question in [
     for setting in settings:
         processors = make_logits_processors(**setting)
         sampler = make_sampler(temp=0.0)
-        text = generate(
-            model, tokenizer, prompt, max_tokens=48, sampler=sampler, logits_processors=processors
-        )
+        text = generate(model, tokenizer, prompt, max_tokens=48, sampler=sampler, logits_processors=processors)
         print(setting.keys())
         print(text)
