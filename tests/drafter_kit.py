@@ -80,8 +80,6 @@ def golden_drafter(case: str, **changes):
     """A case's drafter, built in memory with parts of its config changed."""
     config = DrafterConfig.from_dict({**golden_config(case), **changes})
     drafter = build(replace(config, enable_confidence_head=case.startswith("dspark")), golden_target())
-    own = {
-        name: w for name, w in case_weights(case).items() if not name.startswith(("embed_tokens", "lm_head"))
-    }
+    own = {name: w for name, w in case_weights(case).items() if not name.startswith(("embed_tokens", "lm_head"))}
     drafter.model.load_weights([(name, w.astype(mx.float32)) for name, w in own.items()])
     return drafter

@@ -48,7 +48,7 @@ def observe_verified(drafter):
 
     def observe(context, features, start, rows):
         block = features[:, start : start + rows]
-        rejected = mx.full((1, 9 - rows % 9, features.shape[2]), float("nan"))
+        rejected = mx.full((1, 12, features.shape[2]), float("nan"))
         block = mx.concatenate([block, rejected], axis=1)
         count = mx.array([rows], dtype=mx.int32) + mx.zeros((1,), dtype=mx.int32)
         drafter.observe(context, mx.zeros(block.shape[:2], dtype=mx.int32), block, count)

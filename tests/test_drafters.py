@@ -225,6 +225,19 @@ def test_lanes_of_a_batch_keep_their_own_lengths(case):
         assert close(hidden[lane : lane + 1], alone), lane
 
 
+@pytest.mark.parametrize("case", ["dflash_sliding", "dflash_sliding_bidirectional"])
+def test_a_lane_that_takes_no_rows_keeps_its_window_while_old_rows_are_dropped(case):
+    drafter, rows = golden_drafter(case), features(30)
+    context, drops = drafter.new_context(), 0
+    for i in range(0, 30, 5):
+        observe(drafter, context, rows[:, i : i + 5])
+    while drops < 2:
+        bound = context.groups[0].bound
+        observe(drafter, context, features(8), anchors(0))
+        drops += context.groups[0].bound < bound
+    assert close(drafter.block_hidden(context, anchors(5)), from_scratch(drafter, rows, anchors(5)))
+
+
 def test_a_proposal_that_is_dropped_leaves_no_trace():
     drafter, rows = golden_drafter("dflash_sliding"), features(30)
     kept, clean = drafter.new_context(), drafter.new_context()

@@ -2,7 +2,7 @@
 makes of it.
 
 Run once, with `pip install torch transformers safetensors` and `pip install --no-deps dflash==0.1.0` (z-lab's
-torch DFlash), and a clone of github.com/deepseek-ai/DeepSpec (torch DSpark) on PYTHONPATH, from the
+torch DFlash), and a clone of github.com/deepseek-ai/DeepSpec (torch DSpark; afdfa7c was used) on PYTHONPATH, from the
 repository root:
 
     PYTHONPATH=../DeepSpec python tests/goldens/make_drafter_goldens.py
@@ -26,9 +26,7 @@ from transformers import DynamicCache, Qwen3Config
 HIDDEN, VOCAB, MASK, WINDOW = 64, 96, 90, 12
 ROWS = [5, 1, 2, 2, 1, 1, 1, 8, 1, 2, 8, 1]
 S, F = "sliding_attention", "full_attention"
-YARN = dict(
-    rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position_embeddings=256, beta_fast=16.0
-)
+YARN = dict(rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position_embeddings=256, beta_fast=16.0)
 BASE = dict(
     model_type="qwen3",
     hidden_size=HIDDEN,
@@ -66,11 +64,12 @@ SCALED = dict(TAPS, input_embedding_scale=1.5, output_multiplier=2.0, final_logi
 
 CASES = {
     "dflash_full": dict(DFLASH, layer_types=[F, F]),
-    "dflash_sliding": {**DFLASH, "layer_types": [S, F], "block_size": None, "dflash_config": dict(TAPS,
-    block_size=8)}, "dflash_sliding_bidirectional": dict(DFLASH, layer_types=[S, S], is_causal=False),
+    "dflash_sliding": {**DFLASH, "layer_types": [S, F], "block_size": None, "dflash_config": dict(TAPS, block_size=8)},
+    "dflash_sliding_bidirectional": dict(DFLASH, layer_types=[S, S], is_causal=False),
     "dflash_causal_scaled": dict(DFLASH, layer_types=[F, F], is_causal=True, dflash_config=SCALED),
-    "dflash_yarn": dict(DFLASH, layer_types=[S, F], rope_parameters=YARN), "dspark": DEEPSPEC, "dspark_yarn":
-    dict(DEEPSPEC, rope_parameters=YARN, confidence_head_with_markov=False),
+    "dflash_yarn": dict(DFLASH, layer_types=[S, F], rope_parameters=YARN),
+    "dspark": DEEPSPEC,
+    "dspark_yarn": dict(DEEPSPEC, rope_parameters=YARN, confidence_head_with_markov=False),
 }
 
 
@@ -161,14 +160,12 @@ def run_dspark(config: dict, weights: dict[str, torch.Tensor]) -> dict[str, list
         )
         cache.crop(-model.block_size)
         tokens, logits = model.sample_draft_tokens(
-            model.compute_logits(hidden), first_prev_token_ids=ids[:, 0], temperature=0.0,
-            hidden_states=hidden
+            model.compute_logits(hidden), first_prev_token_ids=ids[:, 0], temperature=0.0, hidden_states=hidden
         )
         previous = torch.cat([ids[:, :1], tokens[:, :-1]], dim=1)
         result["logits"].append(logits[0])
         result["tokens"].append(tokens[0].int())
-        result["confidence"].append(model.predict_confidence_step(hidden,
-        prev_token_ids=previous)[0].sigmoid())
+        result["confidence"].append(model.predict_confidence_step(hidden, prev_token_ids=previous)[0].sigmoid())
     return result
 
 

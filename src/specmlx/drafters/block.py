@@ -25,9 +25,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, D, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.rope = Rotary(
-            self.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings
-        )
+        self.rope = Rotary(self.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
         # YaRN scales cos and sin of queries and keys alike, so their products by its square.
         self.scale = self.head_dim**-0.5 * self.rope.factor**2
 
@@ -103,9 +101,7 @@ class BlockTrunk(nn.Module):
             return distance >= 0 if causal else None
         return (distance < window) & (distance >= 0 if causal else -distance < window)
 
-    def run(
-        self, x: mx.array, positions: mx.array, joins: Sequence[Join], masks: Sequence[mx.array]
-    ) -> mx.array:
+    def run(self, x: mx.array, positions: mx.array, joins: Sequence[Join], masks: Sequence[mx.array]) -> mx.array:
         """Block rows `[B, R, hidden]` at `positions` `[B, R]` through all layers and the final norm."""
         for layer, join, mask in zip(self.layers, joins, masks, strict=True):
             x = layer(x, positions, join, mask)
@@ -135,10 +131,7 @@ class BlockTrunk(nn.Module):
             keys, values = layer.self_attn.keys_values(context, context_positions)
             return lambda k, v: (mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2))
 
-        masks = {
-            window: self.visible(window, block_positions, keys_positions)
-            for window in set(self.config.windows)
-        }
+        masks = {window: self.visible(window, block_positions, keys_positions) for window in set(self.config.windows)}
         masks = {window: mask if seen is None else mask & seen for window, seen in masks.items()}
         return self.run(
             block_embeddings.astype(self.dtype),

@@ -82,9 +82,7 @@ class BlockDrafter:
 
         They are raw rows of the target's table, scaled; the mask token is a row like any other.
         """
-        masks = mx.full(
-            (*anchor.shape, self.config.block_size - 1), self.config.mask_token_id, dtype=mx.int32
-        )
+        masks = mx.full((*anchor.shape, self.config.block_size - 1), self.config.mask_token_id, dtype=mx.int32)
         ids = mx.concatenate([anchor[..., None].astype(mx.int32), masks], axis=-1)
         x = self.target.embed_tokens(ids)
         return x if self.config.input_embedding_scale == 1 else x * self.config.input_embedding_scale

@@ -47,6 +47,8 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
     drafter.model.load_weights(list(weights.items()))
     if dtype is not None:
         drafter.model.set_dtype(dtype)
+    if mx.default_device() == mx.cpu:
+        column_major(drafter.model)
     mx.eval(drafter.model.parameters())
     return drafter
 
@@ -96,9 +98,7 @@ def _check_whole(file: Path) -> None:
             if length > size - 8:
                 raise ValueError
             header = json.loads(stream.read(length))
-        end = max(
-            (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0
-        )
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{file} is corrupt: it has no safetensors header; download it again") from None
     if 8 + length + end != size:

@@ -70,9 +70,7 @@ class DrafterConfig:
         heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
         kv_heads = lookup.size("num_key_value_heads", heads)
         if heads % kv_heads:
-            raise ValueError(
-                f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})"
-            )
+            raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
         depth = lookup("num_target_layers")
         block = lookup.size("block_size", DEFAULT_BLOCK if kind == DFLASH else None)
         if kind == DFLASH and block < 2:

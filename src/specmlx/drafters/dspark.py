@@ -70,9 +70,7 @@ class DSpark(BlockDrafter):
         return Proposal(
             proposed,
             None if qs[0] is None else mx.concatenate(qs, axis=1),
-            self._confidence(
-                hidden, mx.concatenate([anchor[:, None].astype(mx.int32), proposed[:, :-1]], axis=1)
-            ),
+            self._confidence(hidden, mx.concatenate([anchor[:, None].astype(mx.int32), proposed[:, :-1]], axis=1)),
         )
 
     def _confidence(self, hidden: mx.array, previous: mx.array) -> mx.array | None:

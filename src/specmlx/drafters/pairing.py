@@ -23,23 +23,15 @@ def check_pair(config: dict[str, Any] | DrafterConfig, target_config: TargetSize
     layers, vocab = target_config.num_hidden_layers, target_config.vocab_size
     reasons = []
     if config.hidden_size != target_config.hidden_size:
-        reasons.append(
-            f"hidden size: the drafter's is {config.hidden_size}, the target's {target_config.hidden_size}"
-        )
+        reasons.append(f"hidden size: the drafter's is {config.hidden_size}, the target's {target_config.hidden_size}")
     if config.num_target_layers not in (None, layers):
-        reasons.append(
-            f"layers: the drafter wants a target of {config.num_target_layers}, this one has {layers}"
-        )
+        reasons.append(f"layers: the drafter wants a target of {config.num_target_layers}, this one has {layers}")
     # The last layer's output is never a tap: Hugging Face's hidden_states end with it normed, so nobody
     # trains on it.
     if outside := [tap for tap in config.target_layer_ids if not 0 <= tap < layers - 1]:
-        reasons.append(
-            f"taps: the drafter taps layers {outside}, the target's can be 0 to {layers - 2} (of {layers})"
-        )
+        reasons.append(f"taps: the drafter taps layers {outside}, the target's can be 0 to {layers - 2} (of {layers})")
     if config.vocab_size != vocab:
         reasons.append(f"vocabulary: the drafter's is {config.vocab_size}, the target's {vocab}")
     if not 0 <= config.mask_token_id < vocab:
-        reasons.append(
-            f"mask token: the drafter's id is {config.mask_token_id}, the target's vocabulary {vocab}"
-        )
+        reasons.append(f"mask token: the drafter's id is {config.mask_token_id}, the target's vocabulary {vocab}")
     return reasons
