@@ -10,7 +10,8 @@ os.environ.setdefault("MLX_DISABLE_COMPILE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="specmlx-test-")
+    _own = tempfile.TemporaryDirectory(prefix="specmlx-test-", ignore_cleanup_errors=True)
+    os.environ["TMPDIR"] = _own.name
 
 import numpy as np
 import pytest
