@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from specmlx.demo.data import VOCABULARY, PackedChats
+from specmlx.demo.data import VOCABULARY, PackedChats, tokenizer_texts
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.targets.checkpoint import load_target
@@ -17,10 +17,11 @@ from specmlx.targets.hybrid import Model
 from specmlx.training.drafter import DraftLoss, draft_loss, sample_anchors
 from specmlx.training.loop import Schedule, train
 from specmlx.training.target import next_token_loss
+from specmlx.training.tokenizer import train_tokenizer
 
 HERE = Path(__file__).parent
 SEED = 20261130
-TARGET_STEPS = 5600
+TARGET_STEPS = 4700
 DRAFTER_STEPS = 2400
 BATCH, LENGTH, ANCHORS = 8, 256, 24
 
@@ -99,11 +100,11 @@ def new_target() -> Model:
     return model
 
 
-def train_target(work: Path, steps: int) -> Model:
-    """Train the target on packed chats, checkpointing in `work`."""
+def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
+    """Train the target on packed chats of a tokenizer, checkpointing in `work`."""
     model = new_target()
     model.train()
-    chats = PackedChats(HERE / "target", SEED, BATCH, LENGTH)
+    chats = PackedChats(tokenizer, SEED, BATCH, LENGTH)
 
     def batch(step: int) -> tuple[mx.array, ...]:
         tokens, weights = chats.batch(step)
@@ -119,10 +120,9 @@ def train_target(work: Path, steps: int) -> Model:
 def train_drafter(kind: str, target_path: Path, work: Path, steps: int):
     """Train a drafter of `kind` on the finished target over new packed chats, checkpointing in `work`."""
     target, _ = load_target(target_path, dtype=mx.float32)
-    # Training's forward: the same maths, in blocks of the length that trains fastest.
     mx.random.seed(SEED + 1)
     drafter = build(DrafterConfig.from_dict(DRAFTER_CONFIGS[kind]), target)
-    chats = PackedChats(HERE / "target", SEED + 1, BATCH, LENGTH)
+    chats = PackedChats(target_path, SEED + 1, BATCH, LENGTH)
 
     def batch(step: int) -> tuple[mx.array, ...]:
         tokens, weights = chats.batch(step)
@@ -146,18 +146,20 @@ def save_float16(model, config: dict, directory: Path) -> None:
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["target", "dflash", "dspark", "all"]))
+@click.argument("what", type=click.Choice(["tokenizer", "target", "dflash", "dspark", "all"]))
 @click.option("--work", type=click.Path(path_type=Path), required=True, help="Where checkpoints and logs go.")
 @click.option("--steps", type=int, default=None, help="Other than the steps that the embedded pair took.")
-@click.option("--target", "target_path", type=click.Path(path_type=Path), default=HERE / "target", show_default=True)
-@click.option("--out", type=click.Path(path_type=Path), default=HERE, help="Where the weights go.")
-def main(what: str, work: Path, steps: int | None, target_path: Path, out: Path) -> None:
+@click.option("--out", type=click.Path(path_type=Path), default=HERE, help="Where the pair goes: target/, dflash/, …")
+def main(what: str, work: Path, steps: int | None, out: Path) -> None:
     """Train the embedded demo pair from nothing, or go on where an interrupted run stopped."""
+    if what in ("tokenizer", "all"):
+        train_tokenizer(tokenizer_texts(), VOCABULARY, out / "target")
     if what in ("target", "all"):
-        save_float16(train_target(work, steps or TARGET_STEPS), TARGET_CONFIG, out / "target")
+        target = train_target(out / "target", work, steps or TARGET_STEPS)
+        save_float16(target, TARGET_CONFIG, out / "target")
     for kind in ("dflash", "dspark"):
         if what in (kind, "all"):
-            drafter = train_drafter(kind, target_path, work, steps or DRAFTER_STEPS)
+            drafter = train_drafter(kind, out / "target", work, steps or DRAFTER_STEPS)
             save_float16(drafter.model, DRAFTER_CONFIGS[kind], out / kind)
 
 
