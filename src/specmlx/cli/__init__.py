@@ -1,0 +1,71 @@
+"""The `specmlx` command. Each subcommand is a file of its own that imports mlx only when it runs."""
+
+import contextlib
+import errno
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import click
+
+from specmlx import __version__
+
+_COMMANDS = ("generate", "chat", "parity", "demo-export")
+
+
+class Failure(click.ClickException):
+    """Anything that the user can put right: one line on stderr, exit code 2."""
+
+    exit_code = 2
+
+    def format_message(self) -> str:
+        return " ".join(self.message.split()) or "unknown error"
+
+
+class Commands(click.Group):
+    """A group that imports a subcommand when it is named, and reports errors in one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        name = cmd_name.replace("-", "_")
+        return getattr(import_module(f"specmlx.cli.{name}"), name)
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _one_line():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _one_line(), warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: click.echo(f"Warning: {message}", err=True)
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    # click's own ways to end are RuntimeErrors too.
+    except (click.exceptions.Exit, click.Abort, Failure):
+        raise
+    except click.ClickException as error:
+        raise Failure(error.format_message()) from None
+    except KeyboardInterrupt:
+        raise click.exceptions.Exit(130) from None
+    except (ValueError, OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            raise
+        raise Failure(str(error)) from error
+
+
+@click.group(cls=Commands, invoke_without_command=True)
+@click.version_option(__version__)
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Speculative decoding for hybrid Gated DeltaNet models: the target's own text in fewer passes."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())

@@ -1,0 +1,154 @@
+"""`specmlx chat`: a conversation in the terminal."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import click
+
+from specmlx.cli import options
+from specmlx.cli.terminal import answers, note, prefill_status, show_status
+
+HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answer"
+
+
+@click.command(short_help="Talk with a model.")
+@options.model_options
+@options.draft_model_option
+@options.num_draft_tokens_option
+@options.system_prompt_option
+@options.chat_template_config_option
+@options.max_tokens_option(256)
+@options.sampling_options
+@options.prefill_step_size_option
+@click.option("--show-draft", is_flag=True, help="Colour the tokens that the drafter guessed.")
+@click.option("--color/--no-color", default=None, help="Colours even into a pipe, or none; default: on terminals.")
+@options.unsupported("--max-kv-size")
+def chat(
+    target: options.ModelFlags,
+    sampling: options.SamplingFlags,
+    draft_model: str,
+    num_draft_tokens: int | None,
+    system_prompt: str | None,
+    chat_template_config: dict[str, Any] | None,
+    max_tokens: int,
+    prefill_step_size: int,
+    show_draft: bool,
+    color: bool | None,
+) -> None:
+    """Talk with a model. In it, q quits, r forgets the conversation, h is help; Ctrl-C stops an answer."""
+    from specmlx.cli.dialogue import Dialogue
+    from specmlx.generation import summary
+
+    sampling.check()
+    with answers():
+        model, tokenizer = target.load(draft_model)
+    options.check_width(model.draft_model, num_draft_tokens, model.no_draft_reason)
+    if not tokenizer.has_chat_template:
+        raise ValueError(f"the tokenizer of {target.model} has no chat template: use specmlx generate")
+
+    def begin() -> Dialogue:
+        return Dialogue(
+            model,
+            tokenizer,
+            system_prompt,
+            chat_template_config,
+            max_tokens=max_tokens,
+            num_draft_tokens=num_draft_tokens,
+            seed=sampling.seed,
+            sampler=sampling.sampler(tokenizer),
+            logits_processors=sampling.processors(),
+            prefill_step_size=prefill_step_size,
+        )
+
+    dialogue = begin()
+    note(f"{target.model}. {HELP}")
+    if show_draft:
+        note(click.style("This colour: guessed by the drafter, confirmed by the target.", fg="green"))
+    for line in _lines():
+        if line == "q":
+            break
+        if line == "h":
+            note(HELP)
+        elif line == "r":
+            dialogue = begin()
+            note("The conversation is forgotten.")
+        elif line.strip():
+            with answers() as out:
+                last = _answer(dialogue, line, out, show_draft, color)
+            if last is not None:
+                note(summary(last))
+
+
+def _answer(dialogue: Any, question: str, out: TextIO, show_draft: bool, color: bool | None) -> Any:
+    """Print an answer as it comes and return its last response; None where there is none."""
+    last = None
+    try:
+        with _interruptible() as interrupted:
+
+            def progress(processed: int, total: int) -> None:
+                prefill_status(processed, total)
+                if interrupted():
+                    raise KeyboardInterrupt
+
+            with contextlib.closing(dialogue.ask(question, progress)) as responses:
+                for last in responses:
+                    drafted = show_draft and last.from_draft
+                    text = click.style(last.text, fg="green") if drafted and last.text else last.text
+                    click.echo(text, nl=False, file=out, color=color)
+                    if interrupted():
+                        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        show_status("")
+        click.echo(file=out)
+        note("Stopped.")
+    except (ValueError, RuntimeError) as error:
+        if last is not None:
+            click.echo(file=out)
+        note(f"Error: {' '.join(str(error).split())}")
+    else:
+        click.echo(file=out)
+    return last
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is noted, to be obeyed between two tokens where everything is consistent; a second one raises at once."""
+    seen = False
+
+    def note_it(signum: int, frame: Any) -> None:
+        nonlocal seen
+        if seen:
+            raise KeyboardInterrupt
+        seen = True
+
+    before = signal.signal(signal.SIGINT, note_it)
+    try:
+        yield lambda: seen
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, up to the end of input; Ctrl-C at a terminal's prompt gives a new one."""
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (input() edits lines with it)
+    while True:
+        try:
+            if terminal:
+                yield input("> ")
+            elif line := sys.stdin.readline():
+                yield line.removesuffix("\n")
+            else:
+                return
+        except EOFError:
+            note("")
+            return
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            note("\nq quits.")

@@ -1,0 +1,143 @@
+"""`specmlx generate`: one answer to one prompt."""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import click
+
+from specmlx.cli import options
+from specmlx.cli.terminal import answers, note, prefill_status
+
+# A held-out question of the demo's: its training never saw it.
+PROMPT = "Please write a class Trip in Python that has map and lamp and picture."
+
+
+@click.command(short_help="Answer one prompt.")
+@options.model_options
+@options.draft_model_option
+@options.num_draft_tokens_option
+@click.option("--prompt", "-p", default=PROMPT, show_default=True, help="- reads stdin, without its last line end.")
+@options.template_options
+@click.option("--prefill-response", metavar="TEXT", help="How the answer begins.")
+@options.max_tokens_option(100)
+@options.sampling_options
+@click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer; may be repeated.")
+@click.option("--extra-eos-token", multiple=True, metavar="TOKEN", help="Also a stop token; may be repeated.")
+@options.prefill_step_size_option
+@click.option("--prompt-cache-file", metavar="FILE", help="A saved conversation that the prompt goes on from.")
+@click.option("--verbose", type=bool, default=True, show_default=True, help="False prints the answer only.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@options.unsupported("--max-kv-size")
+@options.unsupported("--kv-bits")
+@options.unsupported("--kv-group-size")
+@options.unsupported("--quantized-kv-start")
+@options.unsupported("--quantize-activations", "-qa", is_flag=True)
+@options.unsupported("--image", multiple=True)
+def generate(
+    target: options.ModelFlags,
+    sampling: options.SamplingFlags,
+    template: options.TemplateFlags,
+    draft_model: str,
+    num_draft_tokens: int | None,
+    prompt: str,
+    prefill_response: str | None,
+    max_tokens: int,
+    stop: tuple[str, ...],
+    extra_eos_token: tuple[str, ...],
+    prefill_step_size: int,
+    prompt_cache_file: str | None,
+    verbose: bool,
+    as_json: bool,
+) -> None:
+    """Answer one prompt: the text on stdout, everything else on stderr."""
+    from specmlx.generation import stream_generate, summary
+
+    sampling.check()
+    prompt = _read(prompt)
+    with answers() as out:
+        target, prompt_cache, tokenizer_config = _cached(prompt_cache_file, target)
+        model, tokenizer = target.load(draft_model, tokenizer_config)
+        for token in extra_eos_token:
+            _add_stop_token(tokenizer, token)
+        text, tokens, response = "", [], None
+        for response in stream_generate(
+            model,
+            tokenizer,
+            template.ids(tokenizer, prompt, prefill_response, suffix=prompt_cache is not None),
+            max_tokens,
+            num_draft_tokens=num_draft_tokens,
+            seed=sampling.seed,
+            stop=stop,
+            sampler=sampling.sampler(tokenizer),
+            logits_processors=sampling.processors(),
+            prompt_cache=prompt_cache,
+            prefill_step_size=prefill_step_size,
+            prompt_progress_callback=prefill_status,
+        ):
+            if verbose and not tokens:
+                note(f"{target.model}: {options.effective_mode(model, num_draft_tokens, response.stats)}")
+            tokens.append(response.token)
+            text += response.text
+            if not as_json:
+                click.echo(response.text, nl=False, file=out)
+        click.echo(json.dumps(record(text, tokens, response)) if as_json else "", file=out)
+        if verbose:
+            note(summary(response))
+
+
+def record(text: str, tokens: list[int], last: Any) -> dict[str, Any]:
+    """What `--json` prints of an answer, `last` being its last GenerationResponse."""
+    stats = last.stats
+    return {
+        "text": text,
+        "tokens": tokens,
+        "prompt_tokens": last.prompt_tokens,
+        "generation_tokens": last.generation_tokens,
+        "rounds": stats.rounds,
+        "proposed": stats.proposed,
+        "accepted": stats.accepted,
+        "acceptance_length": stats.acceptance_length,
+        "accept_histogram": stats.accept_histogram,
+        "prefill_seconds": stats.prefill_seconds,
+        "decode_seconds": stats.decode_seconds,
+        "prompt_tps": last.prompt_tps,
+        "generation_tps": last.generation_tps,
+        "end_to_end_tps": last.generation_tokens / max(stats.prefill_seconds + stats.decode_seconds, 1e-9),
+        "peak_memory": last.peak_memory,
+        "finish_reason": last.finish_reason,
+        "mode": stats.mode,
+        "reason": stats.reason,
+    }
+
+
+def _read(prompt: str) -> str:
+    if prompt == "-":
+        prompt = sys.stdin.read().removesuffix("\n")
+    else:
+        prompt = prompt.replace("\\n", "\n").replace("\\t", "\t")
+    if not prompt.strip():
+        raise ValueError("the prompt is empty: give --prompt a text")
+    return prompt
+
+
+def _add_stop_token(tokenizer: Any, token: str) -> None:
+    # mlx_lm would take the tokenizer's unknown token for a word that is none of its tokens.
+    if not token.isdigit() and token not in tokenizer.get_vocab():
+        raise ValueError(f"--extra-eos-token {token!r} is neither a token of this tokenizer nor an id")
+    tokenizer.add_eos_token(token)
+
+
+def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.ModelFlags, Any, dict[str, Any] | None]:
+    """The target that a saved prompt cache was made with, the cache, and its tokenizer's settings."""
+    if file is None:
+        return target, None, None
+    from specmlx.prompt_cache import load_prompt_cache
+
+    cache, metadata = load_prompt_cache(file, return_metadata=True)
+    made_with = metadata.get("model", target.model)
+    chosen = click.get_current_context().get_parameter_source("model") is not click.core.ParameterSource.DEFAULT
+    if chosen and made_with != target.model:
+        raise ValueError(f"{file} was made with the model {made_with}: pass --model {made_with}, not {target.model}")
+    return replace(target, model=made_with), cache, json.loads(metadata.get("tokenizer_config", "{}"))

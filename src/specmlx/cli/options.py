@@ -1,0 +1,291 @@
+"""Flags that several commands share, each group of them one value of a command."""
+
+import functools
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specmlx.cli.template import render
+from specmlx.cli.terminal import status
+
+if TYPE_CHECKING:
+    from specmlx.speculation.processors import Processor
+    from specmlx.speculation.sampling import Sampler
+
+DEMO = "demo"
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    """Which target, and how it is loaded."""
+
+    model: str
+    dtype: str | None
+    adapter_path: str | None
+    trust_remote_code: bool
+
+    def load(self, draft_model: str | None = "auto", tokenizer_config: dict | None = None):
+        """(model, tokenizer), the drafter kept on the model; `draft_model` may be "none"."""
+        from specmlx.loading import load
+
+        with status(f"loading {self.model}"):
+            return load(
+                self.model,
+                draft_model=None if draft_model == "none" else draft_model,
+                dtype=self.dtype,
+                adapter_path=self.adapter_path,
+                trust_remote_code=self.trust_remote_code,
+                tokenizer_config=tokenizer_config,
+            )
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """Everything that turns logits into tokens."""
+
+    temp: float
+    top_p: float
+    min_p: float
+    top_k: int
+    min_tokens_to_keep: int
+    xtc_probability: float
+    xtc_threshold: float
+    seed: int | None
+    logit_bias: dict[int, float] | None
+    repetition_penalty: float | None
+    repetition_context_size: int
+    presence_penalty: float | None
+    presence_context_size: int
+    frequency_penalty: float | None
+    frequency_context_size: int
+
+    def sampler(self, tokenizer: Any = None) -> "Sampler":
+        """XTC spares line ends and stop tokens once the tokenizer is known, as in mlx_lm. Raises ValueError."""
+        from specmlx.speculation.sampling import make_sampler
+
+        sampler = make_sampler(
+            temp=self.temp,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            min_tokens_to_keep=self.min_tokens_to_keep,
+            top_k=self.top_k,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+        )
+        if tokenizer is None:
+            return sampler
+        return replace(sampler, xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids))
+
+    def processor_settings(self) -> dict[str, Any]:
+        """Keywords of specmlx's and of mlx_lm's make_logits_processors."""
+        kinds = ("repetition", "presence", "frequency")
+        names = [f"{kind}_{what}" for kind in kinds for what in ("penalty", "context_size")]
+        return {name: getattr(self, name) for name in ("logit_bias", *names)}
+
+    def processors(self) -> "list[Processor]":
+        """Raises ValueError for bad values."""
+        from specmlx.speculation.processors import make_logits_processors
+
+        return make_logits_processors(**self.processor_settings())
+
+    def check(self) -> None:
+        """Raise ValueError for bad values: to be called before a model is loaded."""
+        self.sampler()
+        self.processors()
+
+
+@dataclass(frozen=True)
+class TemplateFlags:
+    """How a prompt becomes text: through the chat template unless that is ignored or there is none."""
+
+    system_prompt: str | None
+    ignore_chat_template: bool
+    use_default_chat_template: bool
+    chat_template_config: dict[str, Any] | None
+
+    def ids(self, tokenizer: Any, prompt: str, prefill_response: str | None = None, suffix: bool = False) -> list[int]:
+        """Token ids of a prompt; with `suffix`, from the user's words on: what is before them is in a prompt cache.
+
+        Raises ValueError in one line for template errors.
+        """
+        if self.ignore_chat_template or not (tokenizer.has_chat_template or self.use_default_chat_template):
+            return tokenizer.encode(prompt)
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        begun = [] if prefill_response is None else [{"role": "assistant", "content": prefill_response}]
+
+        def text(content: str) -> str:
+            messages = [*system, {"role": "user", "content": content}, *begun]
+            return render(tokenizer, messages, answer_begun=bool(begun), **(self.chat_template_config or {}))
+
+        rendered = text(prompt)
+        if suffix:
+            marker = f"prompt-{secrets.token_hex(8)}"
+            rendered = rendered[text(marker).index(marker) :]
+        return tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def grouped(name: str, kind: type, *options: Callable) -> Callable:
+    """A decorator that gives a command the options, and their values as one argument `name` of the dataclass `kind`."""
+
+    def decorate(command: Callable) -> Callable:
+        @functools.wraps(command)
+        def call(**flags: Any) -> Any:
+            own = {field.name: flags.pop(field.name) for field in fields(kind)}
+            return command(**flags, **{name: kind(**own)})
+
+        for option in reversed(options):
+            call = option(call)
+        return call
+
+    return decorate
+
+
+def together(*options: Callable) -> Callable:
+    """One decorator for several options."""
+
+    def decorate(command: Callable) -> Callable:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def json_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    try:
+        parsed = json.loads(value)
+    except ValueError as error:
+        raise click.BadParameter(f"not JSON ({error}).") from None
+    if not isinstance(parsed, dict):
+        raise click.BadParameter('not a JSON object like {"name": true}.')
+    return parsed
+
+
+def _logit_bias(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[int, float] | None:
+    parsed = json_object(ctx, param, value)
+    try:
+        return None if parsed is None else {int(token): float(bias) for token, bias in parsed.items()}
+    except (TypeError, ValueError):
+        raise click.BadParameter('it must map token ids to numbers, like {"42": -1.5}.') from None
+
+
+def _max_tokens(ctx: click.Context, param: click.Parameter, value: int) -> int:
+    if value == 0 or value < -1:
+        raise click.BadParameter(f"{value}: it must be at least 1, or -1 for no limit.")
+    return value
+
+
+def max_tokens_option(default: int) -> Callable:
+    return click.option(
+        "--max-tokens",
+        "-m",
+        type=int,
+        default=default,
+        show_default=True,
+        callback=_max_tokens,
+        help="Most tokens of an answer; -1 is no limit.",
+    )
+
+
+def unsupported(*declarations: str, **attrs: Any) -> Callable:
+    """An option of mlx_lm.generate that is taken and refused, so that nothing is silently ignored."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        given = ctx.get_parameter_source(param.name) is not click.core.ParameterSource.DEFAULT
+        if given:
+            raise click.UsageError(f"{param.opts[0]} is not supported yet: leave it out.")
+
+    return click.option(*declarations, hidden=True, expose_value=False, callback=refuse, **attrs)
+
+
+model_options = grouped(
+    "target",
+    ModelFlags,
+    click.option(
+        "--model", default=DEMO, show_default=True, metavar="PATH_OR_ID", help="Target: a directory, a Hub id, or demo."
+    ),
+    click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Instead of the files' own."),
+    click.option("--adapter-path", metavar="DIR", help="LoRA or DoRA adapters."),
+    click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer's own code."),
+)
+
+draft_model_option = click.option(
+    "--draft-model",
+    default="auto",
+    show_default=True,
+    metavar="auto|none|PATH_OR_ID",
+    help="Drafter; auto takes what the target names, none decodes plainly.",
+)
+
+num_draft_tokens_option = click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Drafted tokens checked in a pass; default: all that the drafter makes.",
+)
+
+prefill_step_size_option = click.option(
+    "--prefill-step-size",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    help="Prompt tokens per step, rounded up to a multiple of 64.",
+)
+
+sampling_options = grouped(
+    "sampling",
+    SamplingFlags,
+    click.option("--temp", type=float, default=0.0, show_default=True, help="Temperature; 0 is greedy."),
+    click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep this probability mass."),
+    click.option("--min-p", type=float, default=0.0, help="Keep what has this share of the top probability."),
+    click.option("--top-k", type=int, default=0, help="Keep this many tokens; 0 is all."),
+    click.option("--min-tokens-to-keep", type=int, default=1, help="How many --min-p always keeps."),
+    click.option("--xtc-probability", type=float, default=0.0, help="How often XTC removes the top choices."),
+    click.option("--xtc-threshold", type=float, default=0.1, help="What counts as a top choice to XTC."),
+    click.option("--seed", type=int, help="Same text every time, with any drafter or none."),
+    click.option("--logit-bias", metavar="JSON", callback=_logit_bias, help='Like {"42": -1.5}, by token id.'),
+    click.option("--repetition-penalty", type=float, help="Divides the logits of repeated tokens."),
+    click.option("--repetition-context-size", type=int, default=20, help="Tokens looked back at; 0 is all."),
+    click.option("--presence-penalty", type=float, help="Subtracted once from tokens that occurred."),
+    click.option("--presence-context-size", type=int, default=20),
+    click.option("--frequency-penalty", type=float, help="Subtracted for each time a token occurred."),
+    click.option("--frequency-context-size", type=int, default=20),
+)
+
+system_prompt_option = click.option("--system-prompt", metavar="TEXT", help="System message of the chat.")
+
+chat_template_config_option = click.option(
+    "--chat-template-config", metavar="JSON", callback=json_object, help='Like {"enable_thinking": false}.'
+)
+
+template_options = grouped(
+    "template",
+    TemplateFlags,
+    system_prompt_option,
+    click.option("--ignore-chat-template", is_flag=True, help="Give the model the raw prompt."),
+    click.option("--use-default-chat-template", is_flag=True, help="Fail where the tokenizer has no chat template."),
+    chat_template_config_option,
+)
+
+
+def effective_mode(model: Any, num_draft_tokens: int | None, stats: Any) -> str:
+    """How a request is really decoded, and why."""
+    why = f" ({stats.reason})" if stats.reason else ""
+    if stats.mode == "plain":
+        return f"plain decoding{why}"
+    width = model.draft_model.max_width if num_draft_tokens is None else num_draft_tokens
+    return f"speculative decoding with {type(model.draft_model).__name__}, up to {width} drafted tokens a pass{why}"
+
+
+def check_width(drafter: Any, num_draft_tokens: int | None, reason: str | None = None) -> None:
+    """Raise ValueError, before anything is decoded, where a drafter (or none, for `reason`) proposes fewer tokens."""
+    if drafter is None and num_draft_tokens:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
+    if drafter is not None and (num_draft_tokens or 0) > drafter.max_width:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens}: this drafter proposes 0 to {drafter.max_width}")

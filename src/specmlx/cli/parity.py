@@ -1,0 +1,165 @@
+"""`specmlx parity`: the same prompts with and without the drafter, compared token by token."""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specmlx.cli import options, parity_report
+from specmlx.cli.terminal import answers, status
+
+MLX_LM = "mlx-lm"
+PROMPTS = (
+    "Write a Python function that returns the n-th Fibonacci number, and explain it.",
+    "List the planets of the solar system with one fact about each.",
+    "Explain in three sentences why the sky is blue.",
+    "Solve step by step: a train travels 180 km in 2.5 hours. What is its mean speed?",
+    "Write a short story about a lighthouse keeper who finds a letter.",
+    "Turn this into JSON: name Ada, age 36, languages English and French.",
+)
+
+
+@click.command(short_help="Check that a drafter changes no token.")
+@options.model_options
+@click.option(
+    "--draft-model",
+    multiple=True,
+    default=["auto"],
+    show_default="auto",
+    metavar="auto|PATH_OR_ID",
+    help="Drafter; may be repeated.",
+)
+@options.num_draft_tokens_option
+@click.option("--prompt", "-p", multiple=True, help="May be repeated. Default: some of specmlx's own.")
+@click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
+@options.template_options
+@options.max_tokens_option(100)
+@options.sampling_options
+@options.prefill_step_size_option
+@click.option("--reference", type=click.Choice([MLX_LM]), help="Also mlx_lm's own decoding of the same files.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def parity(
+    target: options.ModelFlags,
+    sampling: options.SamplingFlags,
+    template: options.TemplateFlags,
+    draft_model: tuple[str, ...],
+    num_draft_tokens: int | None,
+    prompt: tuple[str, ...],
+    prompts: Path | None,
+    max_tokens: int,
+    prefill_step_size: int,
+    reference: str | None,
+    as_json: bool,
+) -> None:
+    """Decode the same prompts with and without the drafter; exit code 0 if every token is the same, else 1."""
+    _check(target, sampling, draft_model, reference)
+    texts = _texts(target.model, prompt, prompts)
+    with answers() as out, _files(target, reference) as files:
+        from specmlx.receipts.parity import verdicts
+
+        model, tokenizer = files.load("auto" if "auto" in draft_model else None)
+        drafters = _drafters(model, draft_model, num_draft_tokens)
+        ids = [template.ids(tokenizer, text) for text in texts]
+        others = _reference(files, sampling, tokenizer, ids, max_tokens) if reference else {}
+        results = {name: [] for name in (*drafters, *others)}
+        settings = {
+            "num_draft_tokens": num_draft_tokens,
+            "seed": sampling.seed,
+            "sampler": sampling.sampler(tokenizer),
+            "logits_processors": sampling.processors(),
+            "prefill_step_size": prefill_step_size,
+        }
+        for row in verdicts(model, tokenizer, ids, drafters, max_tokens, others=others, **settings):
+            for name, verdict in row.items():
+                results[name].append(verdict)
+                if not as_json:
+                    place = f"prompt {len(results[name])} of {len(ids)}, {name}"
+                    click.echo(f"{place}: {parity_report.line(verdict, tokenizer)}", file=out)
+        if as_json:
+            click.echo(json.dumps(parity_report.as_object(target.model, texts, results, tokenizer)), file=out)
+        else:
+            for name, found in results.items():
+                click.echo(f"{name}: {parity_report.total_line(found)}", file=out)
+    passed = all(verdict.passed for found in results.values() for verdict in found)
+    click.get_current_context().exit(0 if passed else 1)
+
+
+def _check(
+    target: options.ModelFlags, sampling: options.SamplingFlags, draft_model: tuple[str, ...], reference: str | None
+) -> None:
+    sampling.check()
+    if "none" in draft_model:
+        raise click.UsageError("--draft-model none leaves nothing to compare: name a drafter.")
+    if reference and sampling.temp > 0:
+        raise click.UsageError("--reference compares greedy decoding only: leave --temp out.")
+    if reference and target.dtype:
+        raise click.UsageError("--reference decodes the files as they are: leave --dtype out.")
+    if sampling.temp > 0 and sampling.seed is None:
+        raise click.UsageError("--temp needs --seed: without one, two decodings draw different tokens.")
+
+
+def _texts(model: str, prompt: tuple[str, ...], file: Path | None) -> list[str]:
+    if prompt and file:
+        raise click.UsageError("--prompt and --prompts can't go together.")
+    if file:
+        texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not texts:
+            raise ValueError(f"{file} holds no prompt")
+        return texts
+    if prompt:
+        if not all(text.strip() for text in prompt):
+            raise ValueError("the prompt is empty: give --prompt a text")
+        return list(prompt)
+    if model == options.DEMO:
+        from specmlx.demo.tasks import held_out_examples
+
+        return [example.question for example in held_out_examples(1)]
+    return list(PROMPTS)
+
+
+@contextlib.contextmanager
+def _files(target: options.ModelFlags, reference: str | None) -> Iterator[options.ModelFlags]:
+    """Where both programs find the same weights: the demo is stored in float16, and mlx_lm would compute in it."""
+    if not (reference and target.model == options.DEMO):
+        yield target
+        return
+    from specmlx.demo.export import write_demo
+
+    with tempfile.TemporaryDirectory() as directory:
+        yield replace(target, model=str(write_demo(directory)))
+
+
+def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | None) -> dict[str, Any]:
+    from specmlx.loading import load_drafter
+
+    drafters = {}
+    for name in names:
+        drafter = model.draft_model if name == "auto" else load_drafter(name, model)
+        if drafter is None:
+            raise ValueError(f"{model.no_draft_reason}: pass --draft-model")
+        options.check_width(drafter, num_draft_tokens)
+        drafters[type(drafter).__name__ if name == "auto" else name] = drafter
+    return drafters
+
+
+def _reference(
+    target: options.ModelFlags, sampling: options.SamplingFlags, tokenizer: Any, ids: list[list[int]], max_tokens: int
+) -> dict[str, list]:
+    from specmlx.loading import resolve
+    from specmlx.receipts.parity import decode_mlx_lm
+
+    with status(f"decoding {len(ids)} prompts with mlx-lm"):
+        decoded = decode_mlx_lm(
+            resolve(target.model),
+            ids,
+            max_tokens,
+            tokenizer.eos_token_ids,
+            sampling.processor_settings(),
+            target.adapter_path,
+        )
+        return {MLX_LM: list(decoded)}

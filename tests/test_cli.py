@@ -1,0 +1,375 @@
+"""The command line: answers on stdout, the rest on stderr, errors in one line; chats that send only what is new."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+from demo_kit import OFTEN, write_model
+
+import specmlx
+from specmlx.cli import main
+from specmlx.cli.dialogue import Dialogue
+from specmlx.drafters.checkpoint import read_config
+
+FIELDS = """text tokens prompt_tokens generation_tokens rounds proposed accepted acceptance_length accept_histogram
+    prefill_seconds decode_seconds prompt_tps generation_tps end_to_end_tps peak_memory finish_reason mode reason"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def pair(directory):
+    return specmlx.load(directory)
+
+
+def run(*args, stdin=None):
+    return CliRunner().invoke(main, [str(arg) for arg in args], input=stdin)
+
+
+def answer(*args, stdin=None):
+    result = run("generate", *args, stdin=stdin)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout.removesuffix("\n")
+
+
+def as_json(*args):
+    return json.loads(answer(*args, "--json"))
+
+
+def subprocess_of(*args, **options):
+    return subprocess.run([sys.executable, "-m", "specmlx", *map(str, args)], capture_output=True, text=True, **options)
+
+
+def test_help_lists_the_commands_without_importing_mlx():
+    code = "import sys; from specmlx.cli import main; main(standalone_mode=False); print('mlx' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True, check=True)
+    assert all(f"\n  {name} " in result.stdout for name in ("generate", "chat", "parity", "demo-export"))
+    assert result.stdout.endswith("False\n")
+    assert run("--version").stdout == f"main, version {specmlx.__version__}\n"
+
+
+def test_the_answer_alone_is_on_stdout(directory, pair):
+    result = subprocess_of("generate", "--model", directory, "--prompt", "Hello", "-m", 12)
+    model, tokenizer = pair
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], add_generation_prompt=True)
+    assert result.stdout == specmlx.generate(model, tokenizer, prompt, max_tokens=12) + "\n"
+    mode, statistics = result.stderr.splitlines()
+    assert mode.endswith("speculative decoding with DSpark, up to 4 drafted tokens a pass")
+    assert "12 generated tokens" in statistics and statistics.endswith("speculative")
+    assert result.returncode == 0
+
+
+def test_an_error_is_one_line_on_stderr_and_exit_code_2(tmp_path):
+    result = subprocess_of("generate", "--model", tmp_path / "nowhere")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: no such directory: ") and result.stderr.count("\n") == 1
+
+
+def test_json_is_one_object_with_every_figure(directory, pair):
+    got = as_json("--model", directory, "-p", "Hello", "-m", 40, *OFTEN)
+    assert list(got) == FIELDS.split()
+    assert got["generation_tokens"] == len(got["tokens"]) == got["accepted"] + got["rounds"]
+    assert got["proposed"] > got["accepted"] > 10
+    assert sum(got["accept_histogram"]) == got["rounds"]
+    assert got["text"] == pair[1].decode([token for token in got["tokens"] if token != 2])
+    assert got["finish_reason"] == ("stop" if got["tokens"][-1] == 2 else "length")
+    assert got["end_to_end_tps"] < got["generation_tps"]
+
+
+def test_a_seed_gives_the_same_text_with_any_drafter_or_none(directory):
+    common = ("--model", directory, "-m", 40, *OFTEN)
+    plain = as_json(*common, "--draft-model", "none")
+    assert (plain["mode"], plain["reason"]) == ("plain", "draft_model is None")
+    for drafter in ("auto", directory / "dflash"):
+        for width in (1, 3):
+            got = as_json(*common, "--draft-model", drafter, "--num-draft-tokens", width)
+            assert got["mode"] == "speculative" and got["accepted"] > 5
+            assert got["tokens"] == plain["tokens"]
+    assert as_json(*common, "--seed", 4)["tokens"] != plain["tokens"]
+
+
+def test_a_prompt_comes_from_stdin_and_through_the_template(directory, pair):
+    model, tokenizer = pair
+    common = ("--model", directory, "-m", 8)
+    assert answer(*common, "-p", "-", stdin="Hello\n") == answer(*common, "-p", "Hello")
+    assert answer(*common, "-p", r"a\nb") == answer(*common, "-p", "a\nb")
+    raw = as_json(*common, "-p", "Hello", "--ignore-chat-template")
+    assert raw["prompt_tokens"] == len(tokenizer.encode("Hello"))
+    begun = as_json(*common, "-p", "Hello", "--system-prompt", "Be kind.", "--prefill-response", "Well")
+    text = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nWell"
+    want = specmlx.generate(model, tokenizer, tokenizer.encode(text), max_tokens=8)
+    assert begun["text"] == want
+
+
+def test_stop_strings_and_stop_tokens_end_the_answer(directory, pair):
+    common = ("--model", directory, "-m", 40, *OFTEN, "--logit-bias", json.dumps({50: 30, 60: 30, 70: 30}))
+    whole = as_json(*common)
+    assert whole["finish_reason"] == "length"
+    stop = whole["text"][3:5]
+    stopped = as_json(*common, "--stop", "never", "--stop", stop)
+    assert stopped["text"] == whole["text"][: whole["text"].index(stop)]
+    word = pair[1].convert_ids_to_tokens(60)
+    ended = as_json(*common, "--extra-eos-token", word)
+    assert ended["tokens"] == as_json(*common, "--extra-eos-token", "60")["tokens"]
+    assert ended["tokens"] == whole["tokens"][: whole["tokens"].index(60) + 1]
+    assert ended["finish_reason"] == stopped["finish_reason"] == "stop"
+
+
+def test_a_saved_conversation_is_gone_on_from(directory, pair, tmp_path):
+    model, tokenizer = pair
+    cache = specmlx.make_prompt_cache(model)
+    head = tokenizer.encode("<|im_start|>user\nThe word is moon. ")
+    for _ in specmlx.stream_generate(model, tokenizer, head, max_tokens=1, prompt_cache=cache):
+        pass
+    cache.pending = None
+    specmlx.save_prompt_cache(tmp_path / "head.safetensors", cache, {"model": str(directory)})
+    tail = tokenizer.encode("Which word?<|im_end|>\n<|im_start|>assistant\n")
+    want = specmlx.generate(model, tokenizer, head + tail, max_tokens=12)
+    assert answer("--prompt-cache-file", tmp_path / "head.safetensors", "-p", "Which word?", "-m", 12) == want
+    result = run("generate", "--model", "other/model", "--prompt-cache-file", tmp_path / "head.safetensors")
+    assert result.exit_code == 2 and "was made with the model" in result.stderr
+
+
+def test_verbose_false_prints_the_answer_only(directory):
+    result = run("generate", "--model", directory, "-m", 3, "--verbose", "F")
+    assert result.stdout and result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--kv-bits", "4"],
+        ["--kv-group-size", "64"],
+        ["--quantized-kv-start", "0"],
+        ["--max-kv-size", "100"],
+        ["-qa"],
+        ["--image", "cat.png"],
+        ["--temp", "warm"],
+        ["--temp", "-1"],
+        ["--top-p", "2"],
+        ["--max-tokens", "0"],
+        ["--max-tokens", "-2"],
+        ["--num-draft-tokens", "-1"],
+        ["--num-draft-tokens", "5"],
+        ["--num-draft-tokens", "2", "--draft-model", "none"],
+        ["--prompt", ""],
+        ["--stop", ""],
+        ["--dtype", "int8"],
+        ["--chat-template-config", "[1]"],
+        ["--chat-template-config", "{"],
+        ["--logit-bias", '{"a": 1}'],
+        ["--logit-bias", '{"5000": 1}'],
+        ["--extra-eos-token", "zzqqx"],
+        ["--top-k", "100000", "--temp", "1"],
+        ["--prompt-cache-file", "missing.safetensors"],
+        ["--adapter-path", "missing"],
+        ["--draft-model", "missing/drafter"],
+        ["--draft-model", "./missing"],
+        ["--model", "missing/model"],
+        ["--no-such-flag"],
+        ["extra"],
+    ],
+    ids=" ".join,
+)
+def test_bad_flags_end_in_one_line(args, directory, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_one_line("--model", directory, *args)
+    assert list(tmp_path.iterdir()) == []
+
+
+def assert_one_line(*args, say=""):
+    result = run("generate", "-m", 2, *args)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1, result.stderr
+    assert say in result.stderr
+
+
+@pytest.fixture
+def copy(directory, tmp_path):
+    return shutil.copytree(directory, tmp_path / "copy")
+
+
+def change_config(directory, **changes):
+    (directory / "config.json").write_text(json.dumps(read_config(directory) | changes))
+
+
+def cut(file, keep):
+    with file.open("r+b") as stream:
+        stream.truncate(int(file.stat().st_size * keep))
+
+
+def test_damaged_files_end_in_one_line(copy):
+    for part in (copy / "dspark", copy):
+        weights = part / "model.safetensors"
+        whole = weights.read_bytes()
+        for damage in (
+            lambda file: cut(file, 0.9),
+            lambda file: cut(file, 0),
+            lambda file: file.write_bytes(b"x" * 99),
+        ):
+            damage(weights)
+            assert_one_line("--model", copy, say="model.safetensors" if part != copy else "")
+        weights.unlink()
+        assert_one_line("--model", copy, say="safetensors")
+        weights.write_bytes(whole)
+    (copy / "tokenizer.json").write_text("{")
+    assert_one_line("--model", copy, say="tokenizer")
+
+
+def test_what_is_no_hybrid_or_no_fitting_drafter_says_why(copy):
+    assert_one_line("--model", copy / "dspark", say="is a drafter")
+    assert_one_line("--model", copy, "--draft-model", copy, say="it can only be the target")
+    for changes, reason in [
+        ({"num_target_layers": 9}, "layers: the drafter wants a target of 9, this one has 8"),
+        ({"vocab_size": 1281}, "vocabulary: the drafter's is 1281, the target's 1280"),
+        ({"hidden_size": 64}, "hidden size: the drafter's is 64, the target's 128"),
+    ]:
+        kept = read_config(copy / "dspark")
+        change_config(copy / "dspark", **changes)
+        assert_one_line("--model", copy, say=reason)
+        change_config(copy / "dspark", **kept)
+    change_config(copy, model_type="llama")
+    assert_one_line("--model", copy, say="not a hybrid")
+    (copy / "config.json").write_text("{")
+    assert_one_line("--model", copy, say="not JSON")
+
+
+def test_a_template_that_fails_ends_in_one_line_and_leaves_a_chat_alive(copy):
+    broken = "{{ raise_exception('no\nsystem message') if messages[0]['content'] == 'x' }}{{ messages[-1]['content'] }}"
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": broken}))
+    assert_one_line("--model", copy, "-p", "x", say="no system message")
+    result = run("chat", "--model", copy, "-m", 3, stdin="x\nhello\n")
+    assert result.exit_code == 0
+    assert result.stderr.count("Error: the chat template fails on these messages: no system message\n") == 1
+    assert "3 generated tokens" in result.stderr
+
+
+def dialogue(pair, **options):
+    return Dialogue(*pair, **options)
+
+
+def ask(talk, question):
+    responses = list(talk.ask(question))
+    return responses, "".join(response.text for response in responses)
+
+
+CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def spoken(tokenizer, *parts):
+    """Ids of questions (text) and answers (ids), as the template puts them."""
+    return [i for part in parts for i in (tokenizer.encode(part) if isinstance(part, str) else part)]
+
+
+@pytest.mark.parametrize("ending", ["stop", "length", "closed"])
+def test_a_second_turn_sends_only_new_tokens_however_the_first_ended(pair, ending):
+    tokenizer = pair[1]
+    bias = {50: 30, 2: 100 if ending == "stop" else -100}
+    talk = dialogue(
+        pair,
+        system_prompt="Be brief.",
+        max_tokens=12,
+        logits_processors=specmlx.make_logits_processors({50: 30}),
+    )
+    if ending == "stop":
+        talk.options["logits_processors"] = specmlx.make_logits_processors(bias)
+        first = [r.token for r in ask(talk, "One?")[0]]
+        assert first == [2]
+    else:
+        stream = talk.ask("One?")
+        first = [next(stream).token for _ in range(3)] if ending == "closed" else [r.token for r in stream]
+        stream.close()
+    talk.options["logits_processors"] = None
+    responses, text = ask(talk, "Two?")
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n" + CHATML.format("One?")
+    shown = first[:-1] if ending == "stop" else first
+    second = "<|im_end|>\n" + CHATML.format("Two?")
+    assert talk.conversation.tokens == spoken(tokenizer, system, shown, second, [r.token for r in responses])
+    assert responses[0].prompt_tokens == len(tokenizer.encode(second))
+    assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
+    cold = specmlx.generate(*pair, spoken(tokenizer, system, shown, second), max_tokens=12)
+    assert text == cold
+
+
+def test_a_question_stopped_while_it_is_read_is_as_if_never_asked(pair):
+    talk, other = dialogue(pair, max_tokens=8), dialogue(pair, max_tokens=8)
+    first = ask(talk, "One?")[1]
+    assert ask(other, "One?")[1] == first
+
+    def stop(processed, total):
+        if processed:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        next(talk.ask("Something long. " * 20, stop))
+    again = [r.token for r in ask(talk, "Two?")[0]]
+    assert again == [r.token for r in ask(other, "Two?")[0]]
+    assert talk.conversation.tokens == other.conversation.tokens
+    assert talk.messages == other.messages
+
+
+def test_chat_answers_forgets_and_quits(directory):
+    result = run("chat", "--model", directory, "-m", 6, stdin="Hello\nHello\nh\n\nr\nHello\nq\nHello\n")
+    assert result.exit_code == 0
+    assert result.stderr.count("generated tokens") == 3
+    statistics = [line for line in result.stderr.splitlines() if "generated tokens" in line]
+    first, _, third = (line.split(" generated")[0] for line in statistics)
+    assert first == third
+    assert result.stderr.count("q quits") == 2
+    assert "forgotten" in result.stderr
+    single = answer("--model", directory, "-m", 6, "-p", "Hello")
+    assert result.stdout.startswith(single + "\n") and result.stdout.endswith("\n" + single + "\n")
+
+
+def test_show_draft_colours_drafted_tokens_on_demand(directory):
+    common = ("chat", "--model", directory, "-m", 30, *OFTEN)
+    plain = run(*common, stdin="Hello\n").stdout
+    piped = run(*common, "--show-draft", stdin="Hello\n").stdout
+    coloured = run(*common, "--show-draft", "--color", stdin="Hello\n").stdout
+    assert piped == plain
+    assert coloured.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
+    accepted = as_json("--model", directory, "-p", "Hello", "-m", 30, *OFTEN)["accepted"]
+    assert coloured.count("\x1b[32m") == accepted > 5
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(directory):
+    # The bias forbids the end, so the answer would go on for ever.
+    args = ["chat", "--model", str(directory), "-m", "-1", "--logit-bias", json.dumps({2: -100, 0: -100})]
+    chat = subprocess.Popen(
+        [sys.executable, "-m", "specmlx", *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        for _ in range(2):
+            chat.stdin.write(b"Hello\n")
+            chat.stdin.flush()
+            os.read(chat.stdout.fileno(), 1)
+            chat.send_signal(signal.SIGINT)
+            seen = b""
+            while b"peak memory" not in seen:
+                seen += os.read(chat.stderr.fileno(), 1000)
+                assert chat.poll() is None
+            assert b"Stopped." in seen
+            rest = b""
+            while not rest.endswith(b"\n"):
+                rest += os.read(chat.stdout.fileno(), 1000)
+        chat.send_signal(signal.SIGINT)
+        assert chat.wait(20) == 130
+        assert chat.stderr.read() == b""
+    finally:
+        chat.kill()
+        chat.wait()
