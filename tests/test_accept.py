@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from specmlx.speculation.accept import Outcome, accept_match, accept_rejection
 from specmlx.speculation.policy import Policy
+from specmlx.speculation.processors import make_logits_processors
 from specmlx.speculation.sampling import make_sampler
 
 N, V = 200_000, 16
@@ -31,21 +33,25 @@ def randomness(width, vocab=V, key=1):
     return u, mx.random.gumbel((N, vocab), key=mx.random.key(key + 1))
 
 
+@cache
 def rejection(rule=accept_rejection):
     tokens = draws(Q, 10)
     return tokens, rule(tokens, each_lane(Q), each_lane(P), *randomness(2))
 
 
+@cache
 def point_mass():
     tokens = mx.stack([mx.arange(N) % V, mx.arange(N) // V % V], axis=1)
     return tokens, accept_rejection(tokens, None, each_lane(P), *randomness(2))
 
 
+@cache
 def match():
     tokens = draws(Q, 11)
     return tokens, accept_match(tokens, draws(P, 12))
 
 
+@cache
 def coupled():
     round_policy = Policy(make_sampler(temp=1.0), seed=5).at(mx.arange(N) * 3)
     tokens, q = round_policy.draft(mx.log(each_lane(Q)), 0)
@@ -345,10 +351,12 @@ def test_nothing_is_read_on_the_host():
     outcomes = [accept_match(tokens, mx.zeros((2, 4), mx.int32))]
     for q in (None, row[:, :3]):
         outcomes.append(accept_rejection(tokens, q, row, row[:, :3, 0], row[:, 0]))
-    for sampler, seed in [(None, None), (make_sampler(temp=1.0, top_p=0.9, xtc_probability=0.5), None)] * 2:
-        policy = Policy(sampler, seed=seed).at(position)
-        drafted, q = policy.draft(row[:, :3], 0)
-        outcome, logprobs = policy.accept(drafted, q, row)
+    sampler = make_sampler(temp=1.0, top_p=0.9, xtc_probability=0.5)
+    processors = make_logits_processors({1: 1.0}, 1.1, 5, 0.2, 6, 0.3, 7)
+    for policy in [Policy(), Policy(sampler), Policy(sampler, seed=7), Policy(sampler, processors)]:
+        around = policy.at(position, tokens[0])
+        drafted, q = around.draft(row[:, :3], 0)
+        outcome, logprobs = around.accept(drafted, q, row)
         outcomes += [outcome, Outcome(drafted, logprobs)]
     for outcome in outcomes:
         for array in (outcome.accepted, outcome.next_anchor):
