@@ -1,4 +1,7 @@
-"""Tiny random hybrids for tests, ours and mlx-lm's with the same weights."""
+"""Tiny random hybrids for tests, ours and mlx-lm's with the same weights, and what their states hold."""
+
+import random
+from copy import deepcopy
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,16 +64,13 @@ def mlx_lm_twin(model: Model, **changes):
     """mlx-lm's own qwen3_5 with the very arrays of `model`."""
     from mlx_lm.models import qwen3_5
 
-    twin = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(TINY | changes))
-    if any(isinstance(m, nn.QuantizedLinear) for _, m in model.named_modules()):
-        nn.quantize(twin, group_size=32, bits=_bits(model))
+    # A copy, since mlx-lm renames a key of rope_parameters in place.
+    twin = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(deepcopy(TINY | changes)))
+    if bits := next((m.bits for _, m in model.named_modules() if isinstance(m, nn.QuantizedLinear)), None):
+        nn.quantize(twin, group_size=32, bits=bits)
     twin.load_weights(tree_flatten(model.parameters()), strict=True)
     twin.eval()
     return twin
-
-
-def _bits(model: Model) -> int:
-    return next(m.bits for _, m in model.named_modules() if isinstance(m, nn.QuantizedLinear))
 
 
 def tokens(seed: int, n: int, vocab: int = 96) -> mx.array:
@@ -86,6 +86,24 @@ def prefilled(model: Model, ids: mx.array, **options) -> LayerStates:
     return states
 
 
+def in_rounds(model: Model, states: LayerStates, ids: list[int], seed: int, most: int = 9) -> list[mx.array]:
+    """Logits `[V]` of ids that go in by passes of random width, as far as the rows of each pass are right."""
+    rng = random.Random(seed)
+    logits = []
+    while len(logits) < len(ids):
+        T = rng.randint(1, most)
+        right = ids[len(logits) :][: rng.randint(0, T)]
+        rows = right + [rng.randrange(model.vocab_size) for _ in range(T - len(right))]
+        verified = model.verify(states, mx.array([rows], dtype=mx.int32))
+        states.evaluate()
+        if right or rng.random() < 0.5:
+            states.commit(len(right))
+        else:
+            states.abort()
+        logits += list(verified.logits[0, : len(right)])
+    return logits
+
+
 def leaves(states: LayerStates, lane: int = 0) -> list[mx.array]:
     """Everything that the committed rows of one lane left: S, conv inputs, keys and values up to its length."""
     length = int(mx.broadcast_to(mx.array(states.length), (states.batch,))[lane].item())
@@ -96,6 +114,26 @@ def leaves(states: LayerStates, lane: int = 0) -> list[mx.array]:
         elif layer is not None:
             found += [layer.S[lane], layer.conv[lane]]
     return found
+
+
+def stock_leaves(caches: list) -> list[mx.array]:
+    """The same of mlx-lm's own caches."""
+    found = []
+    for cache in caches:
+        if hasattr(cache, "keys"):
+            found += [x[0, :, : cache.offset] for x in (cache.keys, cache.values)]
+        else:
+            found += [cache[1][0], cache[0][0]]
+    return found
+
+
+def by_steps(model, caches: list, ids: list[int]) -> list[mx.array]:
+    """Logits `[V]` after each of the ids, which go one by one through an mlx-lm model and its caches."""
+    logits = []
+    for token in ids:
+        logits.append(model(mx.array([[token]], dtype=mx.int32), cache=caches)[0, -1])
+        mx.eval(logits[-1])
+    return logits
 
 
 def same_bits(a: list[mx.array], b: list[mx.array]) -> bool:

@@ -18,12 +18,10 @@ def sanitize(weights: dict[str, mx.array], tied: bool) -> dict[str, mx.array]:
     Raw Hugging Face files are told by their conv1d layout `[C, 1, K]`: those convs are transposed to `[C, K, 1]` and
     their norms, stored as w - 1, get 1 added (as mlx-lm does). Converted files and a second call change nothing.
     """
+    weights = {_renamed(k): v for k, v in weights.items() if not any(part in _OTHER_MODELS for part in k.split("."))}
     raw = any(k.endswith("conv1d.weight") and v.shape[-1] != 1 for k, v in weights.items())
     sanitized = {}
     for key, value in weights.items():
-        if any(part in _OTHER_MODELS for part in key.split(".")):
-            continue
-        key = _renamed(key)
         if tied and key.startswith("language_model.lm_head."):
             continue
         if key.endswith("conv1d.weight") and value.shape[-1] != 1:
