@@ -343,6 +343,18 @@ def test_show_draft_colours_drafted_tokens_on_demand(directory):
     assert coloured.count("\x1b[32m") == accepted > 5
 
 
+def test_ctrl_c_is_obeyed_between_two_tokens(directory, monkeypatch):
+    def interrupted(*args, **kwargs):
+        for n, response in enumerate(specmlx.stream_generate(*args, **kwargs)):
+            if n == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield response
+
+    monkeypatch.setattr(specmlx.cli.dialogue, "stream_generate", interrupted)
+    result = run("chat", "--model", directory, "-m", 9, stdin="Hello\n")
+    assert "Stopped.\n" in result.stderr and "and 3 generated tokens" in result.stderr
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_chat(directory):
     # The bias forbids the end, so the answer would go on for ever.
     args = ["chat", "--model", str(directory), "-m", "-1", "--logit-bias", json.dumps({2: -100, 0: -100})]
