@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.proposal import Drafter
 from specmlx.loading import AUTO, load, load_drafter
 from specmlx.prompt_cache import (
@@ -247,11 +248,11 @@ def _drafting(model: Model, draft_model: Any, num_draft_tokens: int | None, poli
         if num_draft_tokens:
             raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
         return None, Stats(mode="plain", reason=reason)
-    if not callable(getattr(drafter, "propose", None)):
+    if not isinstance(drafter, Drafter):
         raise ValueError(
             f"draft_model is a {type(drafter).__name__}: load a DFlash or DSpark drafter with specmlx.load_drafter"
         )
-    if getattr(drafter, "target", model) is not model:
+    if isinstance(drafter, BlockDrafter) and drafter.target is not model:
         raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
     if num_draft_tokens == 0:
         return None, Stats(mode="plain", reason="num_draft_tokens is 0")

@@ -1,7 +1,7 @@
 """What a drafter is, and what it hands to the verify pass."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -23,7 +23,7 @@ class Proposal:
 
 
 class DraftPolicy(Protocol):
-    """How a drafter turns its logits into tokens; `speculation.sampling` has the implementations."""
+    """How a drafter turns its logits into tokens; `speculation.policy` has the implementations."""
 
     def draft(self, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
         """Logits `[B, S, V]` of the slots `slot`..`slot + S - 1` (slot 0 is the first token after the
@@ -33,6 +33,14 @@ class DraftPolicy(Protocol):
         """
 
 
+class Context(Protocol):
+    """What a drafter keeps of one request."""
+
+    def arrays(self) -> list[mx.array]:
+        """Everything to evaluate for the context to stand on its own, in another thread or many rounds on."""
+
+
+@runtime_checkable
 class Drafter(Protocol):
     """Guesses tokens from the target's tapped layers. It holds weights only: a request's state is its
     context.
@@ -45,13 +53,13 @@ class Drafter(Protocol):
     tap_ids: tuple[int, ...]
     max_width: int
 
-    def new_context(self, batch: int = 1, start: int = 0) -> Any:
+    def new_context(self, batch: int = 1, start: int = 0) -> Context:
         """An empty context; `start` is the absolute position of the first row that it will observe."""
 
-    def propose(self, context: Any, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
+    def propose(self, context: Context, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
         """`width` tokens after the anchor `[B]` int32, which stands right after the rows observed. Lazy."""
 
-    def observe(self, context: Any, tokens: mx.array, features: mx.array, count: int | mx.array) -> None:
+    def observe(self, context: Context, tokens: mx.array, features: mx.array, count: int | mx.array) -> None:
         """Take rows that the target has processed: tokens `[B, n]` int32 and their taps `[B, n, F]`. Lazy.
 
         Rows 0..count-1 enter the context; `count` is an int, or int32 `[B]`, possibly unread on the device.
