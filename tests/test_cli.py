@@ -238,6 +238,8 @@ def test_what_is_no_hybrid_or_no_fitting_drafter_says_why(copy):
         change_config(copy / "dspark", **changes)
         assert_one_line("--model", copy, say=reason)
         change_config(copy / "dspark", **kept)
+    change_config(copy / "dspark", rope_theta=[])
+    assert_one_line("--model", copy, say="")
     change_config(copy, model_type="llama")
     assert_one_line("--model", copy, say="not a hybrid")
     (copy / "config.json").write_text("{")

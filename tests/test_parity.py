@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +13,7 @@ from demo_kit import OFTEN, write, write_model
 
 import specmlx
 from specmlx.cli import main
+from specmlx.demo.export import write_demo
 from specmlx.drafters.checkpoint import read_config
 from specmlx.receipts import parity
 from specmlx.receipts.parity import Decoded, Difference, Verdict
@@ -170,3 +172,43 @@ def test_a_target_without_a_drafter_leaves_nothing_to_compare(directory, tmp_pat
     shutil.copytree(directory, alone, ignore=shutil.ignore_patterns("dflash", "dspark"))
     result = CliRunner().invoke(main, ["parity", "--model", str(alone)])
     assert result.exit_code == 2 and "--draft-model" in result.stderr
+
+
+@pytest.mark.parametrize(("bits", "prompts"), [(None, 60), (4, 20), (8, 20)])
+def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, prompts, tmp_path):
+    pair = write_demo(tmp_path / "pair", bits=bits)
+    file = tmp_path / "prompts.txt"
+    questions = (pair / "prompts.txt").read_text().splitlines()
+    file.write_text("\n".join(questions[:: len(questions) // prompts]))
+    drafters = ["--draft-model", str(pair / "dflash"), "--draft-model", str(pair / "dspark")]
+    args = ["parity", "--model", str(pair), "--prompts", str(file), *drafters, "--reference", "mlx-lm", "--json"]
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 0, result.output
+    comparisons = json.loads(result.stdout)["comparisons"]
+    assert list(comparisons) == [str(pair / "dflash"), str(pair / "dspark"), "mlx-lm"]
+    for name, found in comparisons.items():
+        assert found["passed"] == found["prompts"] == prompts
+        assert found["tokens"] >= 25 * prompts
+        if name != "mlx-lm":
+            assert found["acceptance_length"] > 4
+            # Every accepted count, 0 to the drafter's most.
+            assert len(found["accept_histogram"]) == read_config(Path(name))["block_size"] + name.endswith("dspark")
+            assert min(found["accept_histogram"]) > 0
+
+
+def test_the_demo_pair_samples_the_same_with_and_without_a_drafter():
+    drafters = ["--draft-model", "demo/dflash", "--draft-model", "demo/dspark"]
+    args = ["parity", "--temp", "0.8", "--seed", "1", *drafters, "--json"]
+    result = CliRunner().invoke(main, args)
+    assert result.exit_code == 0, result.output
+    assert all(found["prompts"] == 15 for found in json.loads(result.stdout)["comparisons"].values())
+
+
+def test_an_export_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "kept.txt").write_text("mine")
+    for args in ([str(tmp_path)], [str(tmp_path / "kept.txt")], [str(tmp_path / "new"), "--bits", "7"]):
+        result = CliRunner().invoke(main, ["demo-export", *args])
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    with pytest.raises(ValueError, match="groups of 48"):
+        write_demo(tmp_path / "new", bits=4, group_size=48)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]

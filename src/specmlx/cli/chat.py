@@ -64,7 +64,7 @@ def chat(
         )
 
     dialogue = begin()
-    note(f"{target.model}. {HELP}")
+    note(f"{target.model}: {HELP}")
     if show_draft:
         note(click.style("This colour: guessed by the drafter, confirmed by the target.", fg="green"))
     for line in _lines():

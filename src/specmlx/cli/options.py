@@ -1,9 +1,10 @@
 """Flags that several commands share, each group of them one value of a command."""
 
+import contextlib
 import functools
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,10 +30,10 @@ class ModelFlags:
     trust_remote_code: bool
 
     def load(self, draft_model: str | None = "auto", tokenizer_config: dict | None = None):
-        """(model, tokenizer), the drafter kept on the model; `draft_model` may be "none"."""
+        """(model, tokenizer), the drafter kept on the model; `draft_model` may be "none". Raises ValueError."""
         from specmlx.loading import load
 
-        with status(f"loading {self.model}"):
+        with loading(self.model):
             return load(
                 self.model,
                 draft_model=None if draft_model == "none" else draft_model,
@@ -126,6 +127,19 @@ class TemplateFlags:
             marker = f"prompt-{secrets.token_hex(8)}"
             rendered = rendered[text(marker).index(marker) :]
         return tokenizer.encode(rendered, add_special_tokens=False)
+
+
+@contextlib.contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Say that a checkpoint is being loaded, and turn whatever that raises into an error with its name."""
+    with status(f"loading {name}"):
+        try:
+            yield
+        except (ValueError, OSError):
+            raise
+        # Settings in a checkpoint may be of any type, and so may what reading them raises.
+        except Exception as error:
+            raise ValueError(f"can't load {name}: {error!r}") from error
 
 
 def grouped(name: str, kind: type, *options: Callable) -> Callable:

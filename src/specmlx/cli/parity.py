@@ -139,7 +139,8 @@ def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | None) 
 
     drafters = {}
     for name in names:
-        drafter = model.draft_model if name == "auto" else load_drafter(name, model)
+        with options.loading(name):
+            drafter = model.draft_model if name == "auto" else load_drafter(name, model)
         if drafter is None:
             raise ValueError(f"{model.no_draft_reason}: pass --draft-model")
         options.check_width(drafter, num_draft_tokens)
