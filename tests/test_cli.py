@@ -1,9 +1,7 @@
 """The command line: answers on stdout, the rest on stderr, errors in one line; chats that send only what is new."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -13,7 +11,6 @@ from demo_kit import OFTEN, write_model
 
 import specmlx
 from specmlx.cli import main
-from specmlx.cli.dialogue import Dialogue
 from specmlx.drafters.checkpoint import read_config
 
 FIELDS = """text tokens prompt_tokens generation_tokens rounds proposed accepted acceptance_length accept_histogram
@@ -255,135 +252,3 @@ def test_a_template_that_fails_ends_in_one_line_and_leaves_a_chat_alive(copy):
     assert result.exit_code == 0
     assert result.stderr.count("Error: the chat template fails on these messages: no system message\n") == 1
     assert "3 generated tokens" in result.stderr
-
-
-def dialogue(pair, **options):
-    return Dialogue(*pair, **options)
-
-
-def ask(talk, question):
-    responses = list(talk.ask(question))
-    return responses, "".join(response.text for response in responses)
-
-
-CHATML = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def spoken(tokenizer, *parts):
-    """Ids of questions (text) and answers (ids), as the template puts them."""
-    return [i for part in parts for i in (tokenizer.encode(part) if isinstance(part, str) else part)]
-
-
-@pytest.mark.parametrize("ending", ["stop", "length", "closed"])
-def test_a_second_turn_sends_only_new_tokens_however_the_first_ended(pair, ending):
-    tokenizer = pair[1]
-    bias = {50: 30, 2: 100 if ending == "stop" else -100}
-    talk = dialogue(
-        pair,
-        system_prompt="Be brief.",
-        max_tokens=12,
-        logits_processors=specmlx.make_logits_processors({50: 30}),
-    )
-    if ending == "stop":
-        talk.options["logits_processors"] = specmlx.make_logits_processors(bias)
-        first = [r.token for r in ask(talk, "One?")[0]]
-        assert first == [2]
-    else:
-        stream = talk.ask("One?")
-        first = [next(stream).token for _ in range(3)] if ending == "closed" else [r.token for r in stream]
-        stream.close()
-    talk.options["logits_processors"] = None
-    responses, text = ask(talk, "Two?")
-    system = "<|im_start|>system\nBe brief.<|im_end|>\n" + CHATML.format("One?")
-    shown = first[:-1] if ending == "stop" else first
-    second = "<|im_end|>\n" + CHATML.format("Two?")
-    assert talk.conversation.tokens == spoken(tokenizer, system, shown, second, [r.token for r in responses])
-    assert responses[0].prompt_tokens == len(tokenizer.encode(second))
-    assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
-    cold = specmlx.generate(*pair, spoken(tokenizer, system, shown, second), max_tokens=12)
-    assert text == cold
-
-
-def test_a_question_stopped_while_it_is_read_is_as_if_never_asked(pair):
-    talk, other = dialogue(pair, max_tokens=8), dialogue(pair, max_tokens=8)
-    first = ask(talk, "One?")[1]
-    assert ask(other, "One?")[1] == first
-
-    def stop(processed, total):
-        if processed:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        next(talk.ask("Something long. " * 20, stop))
-    again = [r.token for r in ask(talk, "Two?")[0]]
-    assert again == [r.token for r in ask(other, "Two?")[0]]
-    assert talk.conversation.tokens == other.conversation.tokens
-    assert talk.messages == other.messages
-
-
-def test_chat_answers_forgets_and_quits(directory):
-    result = run("chat", "--model", directory, "-m", 6, stdin="Hello\nHello\nh\n\nr\nHello\nq\nHello\n")
-    assert result.exit_code == 0
-    assert result.stderr.count("generated tokens") == 3
-    statistics = [line for line in result.stderr.splitlines() if "generated tokens" in line]
-    first, _, third = (line.split(" generated")[0] for line in statistics)
-    assert first == third
-    assert result.stderr.count("q quits") == 2
-    assert "forgotten" in result.stderr
-    single = answer("--model", directory, "-m", 6, "-p", "Hello")
-    assert result.stdout.startswith(single + "\n") and result.stdout.endswith("\n" + single + "\n")
-
-
-def test_show_draft_colours_drafted_tokens_on_demand(directory):
-    common = ("chat", "--model", directory, "-m", 30, *OFTEN)
-    plain = run(*common, stdin="Hello\n").stdout
-    piped = run(*common, "--show-draft", stdin="Hello\n").stdout
-    coloured = run(*common, "--show-draft", "--color", stdin="Hello\n").stdout
-    assert piped == plain
-    assert coloured.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
-    accepted = as_json("--model", directory, "-p", "Hello", "-m", 30, *OFTEN)["accepted"]
-    assert coloured.count("\x1b[32m") == accepted > 5
-
-
-def test_ctrl_c_is_obeyed_between_two_tokens(directory, monkeypatch):
-    def interrupted(*args, **kwargs):
-        for n, response in enumerate(specmlx.stream_generate(*args, **kwargs)):
-            if n == 2:
-                signal.raise_signal(signal.SIGINT)
-            yield response
-
-    monkeypatch.setattr(specmlx.cli.dialogue, "stream_generate", interrupted)
-    result = run("chat", "--model", directory, "-m", 9, stdin="Hello\n")
-    assert "Stopped.\n" in result.stderr and "and 3 generated tokens" in result.stderr
-
-
-def test_ctrl_c_stops_the_answer_and_not_the_chat(directory):
-    # The bias forbids the end, so the answer would go on for ever.
-    args = ["chat", "--model", str(directory), "-m", "-1", "--logit-bias", json.dumps({2: -100, 0: -100})]
-    chat = subprocess.Popen(
-        [sys.executable, "-m", "specmlx", *args],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    try:
-        for _ in range(2):
-            chat.stdin.write(b"Hello\n")
-            chat.stdin.flush()
-            os.read(chat.stdout.fileno(), 1)
-            chat.send_signal(signal.SIGINT)
-            seen = b""
-            while b"peak memory" not in seen:
-                seen += os.read(chat.stderr.fileno(), 1000)
-                assert chat.poll() is None
-            assert b"Stopped." in seen
-            rest = b""
-            while not rest.endswith(b"\n"):
-                rest += os.read(chat.stdout.fileno(), 1000)
-        chat.send_signal(signal.SIGINT)
-        assert chat.wait(20) == 130
-        assert chat.stderr.read() == b""
-    finally:
-        chat.kill()
-        chat.wait()
