@@ -188,7 +188,7 @@ WRONG = {
     "a drafter": (lambda path: edit(path, architectures=["DFlashDraftModel"]), "draft_model"),
     "config lacks a size": (lambda path: edit(path, hidden_size=None), "hidden_size"),
     "half a quantization": (lambda path: edit(path, quantization={"group_size": 32}), "bits"),
-    "no weights": (lambda path: (path / "model.safetensors").unlink(), "no model*.safetensors"),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "no *.safetensors"),
     "a missing tensor": (lambda path: drop(path, NORM), NORM),
     "an extra tensor": (lambda path: add(path, "language_model.model.layers.0.extra.weight", (4,)), "layers.0.extra"),
     "a tensor of another shape": (lambda path: add(path, NORM, (63,)), NORM),

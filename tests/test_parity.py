@@ -14,7 +14,7 @@ from demo_kit import OFTEN, write, write_model
 import specmlx
 from specmlx.cli import main
 from specmlx.demo.export import write_demo
-from specmlx.drafters.checkpoint import read_config
+from specmlx.formats.checkpoint import read_config
 from specmlx.receipts import parity
 from specmlx.receipts.parity import Decoded, Difference, Verdict
 from specmlx.speculation.stats import Stats

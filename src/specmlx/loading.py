@@ -7,11 +7,12 @@ import mlx.core as mx
 
 from specmlx.drafters import checkpoint as drafter_checkpoint
 from specmlx.drafters.proposal import Drafter
-from specmlx.targets.checkpoint import check_target, load_target, read_config
+from specmlx.targets.checkpoint import load_target
 from specmlx.targets.hybrid import Model
 
 DEMO = "demo"
 AUTO = "auto"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _WEIGHTS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 
 
@@ -50,6 +51,8 @@ def load(
         model_config=model_config,
         adapter_path=adapter_path,
     )
+    if not any((path / name).is_file() for name in _TOKENIZERS):
+        raise ValueError(f"{path} has no tokenizer ({', '.join(_TOKENIZERS)}): the download may be incomplete")
     tokenizer_config = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
     try:
         tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
@@ -142,6 +145,3 @@ def _dtype(dtype: mx.Dtype | str | None) -> mx.Dtype | None:
     if dtype not in known:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
     return known[dtype]
-
-
-__all__ = ["AUTO", "DEMO", "check_target", "load", "load_drafter", "read_config", "resolve"]

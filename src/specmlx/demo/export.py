@@ -9,7 +9,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from specmlx.demo.tasks import held_out_examples
-from specmlx.loading import load, read_config, resolve
+from specmlx.formats.checkpoint import read_config
+from specmlx.loading import load, resolve
 
 DRAFTERS = ("dflash", "dspark")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")

@@ -1,6 +1,5 @@
 """Drafters from a directory: z-lab's DFlash, deepseek-ai's and RadixArk's DSpark, mlx exports of these."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from specmlx.drafters.config import DSPARK, DrafterConfig
 from specmlx.drafters.dflash import DFlash
 from specmlx.drafters.dspark import DSpark, DSparkTrunk
 from specmlx.drafters.pairing import check_pair
+from specmlx.formats.checkpoint import read_config, weight_files
 from specmlx.formats.dense import column_major
 
 PREFIX = "model."
@@ -60,49 +60,15 @@ def build(config: DrafterConfig, target: Target) -> BlockDrafter:
     return DFlash(BlockTrunk(config), target)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """A directory's config.json. Raises ValueError where there is none, or no JSON object in it."""
-    file = path / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{file} not found: a drafter is a directory with config.json and *.safetensors")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}, not an object")
-    return config
-
-
 def read_weights(path: Path) -> dict[str, mx.array]:
     """All tensors of a directory's safetensors files. Raises ValueError that names a cut or corrupt file."""
-    files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"no *.safetensors in {path}")
     weights: dict[str, mx.array] = {}
-    for file in files:
-        _check_whole(file)
+    for file in weight_files(path):
         try:
             weights.update(mx.load(str(file)))
         except RuntimeError as error:
             raise ValueError(f"{file} can't be read: {error}") from None
     return weights
-
-
-def _check_whole(file: Path) -> None:
-    # mx.load reads lazily: without this a cut file would only be noticed at its last tensor, or not at all.
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > size - 8:
-                raise ValueError
-            header = json.loads(stream.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} is corrupt: it has no safetensors header; download it again") from None
-    if 8 + length + end != size:
-        raise ValueError(f"{file} has {size} bytes, its header says {8 + length + end}: download it again")
 
 
 def _is_shared(name: str, weight: mx.array, config: DrafterConfig) -> bool:

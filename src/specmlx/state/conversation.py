@@ -15,7 +15,7 @@ FORMAT = "specmlx-conversation-1"
 
 
 class Observable(NamedTuple):
-    """Rows of the last pass that a drafter may still observe: tokens `[1, T]` and their taps `[1, T, F]`, if it has any."""
+    """Rows of the last pass that a drafter may still observe: tokens `[1, T]` and their taps `[1, T, F]`, if any."""
 
     tokens: mx.array
     features: mx.array | None
@@ -53,7 +53,7 @@ class Conversation:
         return self.states.nbytes
 
     def draft_arrays(self) -> list[mx.array]:
-        """Everything to evaluate for the drafter's context to stand on its own: in another thread, or many rounds on."""
+        """What to evaluate for the drafter's context to stand on its own: in another thread, or many rounds on."""
         return [] if self.draft is None else self.draft.context.arrays()
 
     def claim(self) -> int:

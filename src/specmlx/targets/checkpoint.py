@@ -1,31 +1,17 @@
 """A target from a checkpoint directory: mlx-lm's files and raw Hugging Face ones."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
+from specmlx.formats.checkpoint import read_config, weight_files
 from specmlx.formats.dense import column_major
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a checkpoint directory. Raises ValueError in one line where it is missing or not JSON."""
-    file = path / "config.json"
-    if not file.is_file():
-        raise ValueError(f"{path} has no config.json: give a model directory or a Hub id")
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} holds a {type(config).__name__}, not a model's settings")
-    return config
 
 
 def check_target(config: dict[str, Any], path: Path | str) -> None:
@@ -60,6 +46,7 @@ def load_target(
     from mlx_lm.utils import load_adapters, load_model
 
     check_target(read_config(path) | (model_config or {}), path)
+    weight_files(path)
     try:
         model, config = load_model(
             path,
@@ -68,9 +55,7 @@ def load_target(
             model_config=model_config,
             get_model_classes=lambda config: (Model, HybridConfig),
         )
-    except FileNotFoundError:
-        raise ValueError(f"{path} has no model*.safetensors: the download may be incomplete") from None
-    except (RuntimeError, ValueError) as error:
+    except (FileNotFoundError, RuntimeError, ValueError) as error:
         raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}/config.json is not as mlx-lm reads it: {error!r}") from None

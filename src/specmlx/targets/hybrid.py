@@ -143,7 +143,7 @@ class Model(nn.Module):
         return states
 
     def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int] = ()) -> Pass:
-        """Rows `[B, T]` (int32 ids) after the committed ones: logits `[B, T, V]`, features `[B, T, F]`; none is committed.
+        """Rows `[B, T]` (int32 ids) after the committed ones: logits `[B, T, V]`, features `[B, T, F]`; none committed.
 
         Raises RuntimeError, before anything changes, while the last pass is neither committed nor aborted.
         """
