@@ -140,3 +140,23 @@ def same_bits(a: list[mx.array], b: list[mx.array]) -> bool:
     return len(a) == len(b) and all(
         x.dtype == y.dtype and mx.array_equal(x, y).item() for x, y in zip(a, b, strict=True)
     )
+
+
+def small_tokenizer(folder):
+    """A byte-level BPE of 282 tokens by mlx-lm's loader: emoji and Chinese characters take several tokens."""
+    from mlx_lm.utils import load_tokenizer
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=282,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(["the quick brown fox jumps over the lazy dog and the cat"] * 3, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>").save_pretrained(str(folder))
+    return load_tokenizer(folder)

@@ -1,6 +1,7 @@
 """The public API: mlx_lm's `generate` and `stream_generate`, over the speculative loop."""
 
 import contextlib
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +79,7 @@ def stream_generate(
     *,
     num_draft_tokens: int | None = None,
     seed: int | None = None,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     sampler: Callable[[mx.array], mx.array] | None = None,
     logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
     prompt_cache: Any = None,
@@ -121,7 +122,7 @@ def stream_generate(
     ids = _encode(tokenizer, prompt, model.vocab_size)
     policy = Policy(_sampler(sampler), logits_processors, seed)
     drafter, stats = _drafting(model, draft_model, num_draft_tokens, policy)
-    stops = StopStrings([stop] if isinstance(stop, str) else stop)
+    stops = StopStrings([stop] if isinstance(stop, str) else stop or ())
     return _responses(
         model,
         tokenizer,
@@ -269,7 +270,11 @@ def _encode(tokenizer: Any, prompt: str | mx.array | Sequence[int], vocab_size: 
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         ids = tokenizer.encode(prompt, add_special_tokens=special)
     else:
-        ids = prompt.tolist() if isinstance(prompt, mx.array) else [int(token) for token in prompt]
+        given = prompt.tolist() if isinstance(prompt, mx.array) else prompt
+        try:
+            ids = [operator.index(token) for token in given]
+        except TypeError:
+            raise ValueError("the prompt must be text or one flat sequence of token ids") from None
     if not ids:
         raise ValueError("the prompt is empty: give at least one token")
     if outside := [token for token in ids if not 0 <= token < vocab_size]:

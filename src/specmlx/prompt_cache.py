@@ -14,7 +14,8 @@ from specmlx.targets.hybrid import Model
 class InUse:
     """Stands in a stock cache list for a layer while a generator holds the list's conversation."""
 
-    def __init__(self, conversation: Conversation, cache: Any):
+    def __init__(self, model: Model, conversation: Conversation, cache: Any):
+        self.model = model
         self.conversation = conversation
         self.cache = cache
 
@@ -34,7 +35,13 @@ def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> Any:
 
 
 def save_prompt_cache(file_name: str, cache: Any, metadata: dict[str, str] | None = None) -> None:
-    """Write a conversation, or a stock mlx-lm cache list, to a `.safetensors` file."""
+    """Write a conversation, or a stock mlx-lm cache list, to a `.safetensors` file.
+
+    A generator that still holds the list can't go on afterwards.
+    """
+    if isinstance(cache, list) and cache and isinstance(cache[0], InUse):
+        held = cache[0]
+        close_cache(held.model, cache, held.conversation, held.conversation.claim())
     if isinstance(cache, Conversation):
         conversations.save(file_name, cache, metadata)
         return
@@ -82,7 +89,7 @@ def open_cache(model: Model, prompt_cache: Any) -> Conversation:
     states = stock.import_caches(prompt_cache, model.new_states())
     # mlx-lm's caches do not say which ids they hold; nothing here needs the ids, only how many they are.
     conversation = Conversation(states, [-1] * states.length)
-    prompt_cache[:] = [InUse(conversation, cache) for cache in prompt_cache]
+    prompt_cache[:] = [InUse(model, conversation, cache) for cache in prompt_cache]
     return conversation
 
 

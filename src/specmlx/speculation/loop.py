@@ -86,6 +86,8 @@ def generate_tokens(
         budget = width if max_tokens < 0 else min(width, max_tokens - stats.generation_tokens - 1)
         round_policy = policy.at(len(conversation.processed) + 1, history if policy.processors else None)
         proposal = _propose(conversation, drafter, budget, round_policy)
+        if policy.sequential:
+            proposal = _until_stop(proposal, stop_tokens)
         # Clipped so that a bad id can't read foreign memory before it is refused.
         drafts = mx.clip(proposal.tokens, 0, target.vocab_size - 1)
         rows = mx.concatenate([mx.array([[conversation.pending]], dtype=mx.int32), drafts], axis=1)
@@ -167,6 +169,13 @@ def _propose(conversation: Conversation, drafter: Drafter | None, width: int, po
         return Proposal(mx.zeros((1, 0), dtype=mx.int32))
     anchor = mx.array([conversation.pending], dtype=mx.int32)
     return drafter.propose(conversation.draft.context, anchor, width, policy)
+
+
+def _until_stop(proposal: Proposal, stop_tokens: Collection[int]) -> Proposal:
+    """The proposal up to a stop token: callables of the user's see no row behind one, as in plain decoding."""
+    drafted = proposal.tokens[0].tolist()
+    keep = next((i for i, token in enumerate(drafted) if token in stop_tokens), len(drafted))
+    return Proposal(proposal.tokens[:, :keep])
 
 
 def _checked_width(width: int | None, drafter: Drafter | None) -> int:
