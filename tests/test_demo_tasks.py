@@ -119,10 +119,7 @@ def test_the_template_renders_chatml(loaded):
     history = [user, {"role": "assistant", "content": "Yes."}]
     assert render(history, tokenize=False) == asked + "Yes.<|im_end|>\n"
     system = [{"role": "system", "content": "S"}, user]
-    assert (
-        render(system, tokenize=False, add_generation_prompt=True)
-        == "<|im_start|>system\nS<|im_end|>\n" + asked
-    )
+    assert render(system, tokenize=False, add_generation_prompt=True) == "<|im_start|>system\nS<|im_end|>\n" + asked
 
 
 def test_a_packed_row_is_what_the_template_renders(loaded, tokenizer):

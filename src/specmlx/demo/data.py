@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .tasks import Example, training_examples
+from .tasks import KINDS, Example, training_examples
 from .words import COLOURS, DAYS, MONTHS, NAMES, THINGS, WORDS
 
 if TYPE_CHECKING:
@@ -39,8 +39,14 @@ class PackedChats:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | str | Path, seed: int = 0, batch_size: int = 8, length: int = 256
+        self,
+        tokenizer: Tokenizer | str | Path,
+        seed: int = 0,
+        batch_size: int = 8,
+        length: int = 256,
+        kinds: tuple[str, ...] = KINDS,
     ) -> None:
+        self.kinds = kinds
         if isinstance(tokenizer, (str, Path)):
             from tokenizers import Tokenizer
 
@@ -73,7 +79,7 @@ class PackedChats:
         """
         tokens = np.empty((self.batch_size, self.length + 1), np.int32)
         weights = np.empty((self.batch_size, self.length + 1), np.float32)
-        examples = training_examples(f"packed {self.seed} {step}")
+        examples = training_examples(f"packed {self.seed} {step}", kinds=self.kinds)
         for row in range(self.batch_size):
             ids: list[int] = []
             loss: list[float] = []

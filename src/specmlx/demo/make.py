@@ -1,6 +1,7 @@
 """How the embedded pair was made: `python -m specmlx.demo.make all --work DIR` repeats it, resumably."""
 
 import json
+import math
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from specmlx.demo.data import VOCABULARY, PackedChats, tokenizer_texts
+from specmlx.demo.tasks import KINDS
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.targets.checkpoint import load_target
@@ -24,6 +26,13 @@ SEED = 20261130
 TARGET_STEPS = 4700
 DRAFTER_STEPS = 2400
 BATCH, LENGTH, ANCHORS = 8, 256, 24
+# Until which step, row length, kinds. To copy a name is learned from one kind in a minute, from all not in an hour.
+LESSONS = (
+    (400, 64, ("greeting",)),
+    (1200, 64, ("greeting", "calendar", "sum", "repeat", "bullets", "numbered", "html")),
+    (3400, 128, KINDS),
+    (None, LENGTH, KINDS),
+)
 
 TARGET_CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -90,12 +99,20 @@ def new_target() -> Model:
     """The demo target's geometry with seeded random weights."""
     mx.random.seed(SEED)
     model = Model(HybridConfig.from_dict(TARGET_CONFIG))
-    decays = mx.random.uniform(low=0.002, high=1.0, shape=(6, TARGET_CONFIG["linear_num_value_heads"]))
-    linear = [layer.linear_attn for layer in model.layers if layer.is_linear]
-    for mixer, A in zip(linear, decays, strict=True):
-        # Slow decays from the start, or the layers forget within a few rows what they should copy.
-        mixer.A_log = mx.log(A)
-    model.model.embed_tokens.weight = model.model.embed_tokens.weight * 0.2
+    for layer in model.layers:
+        outputs = [layer.mlp.down_proj]
+        if layer.is_linear:
+            # Time steps log-uniform in 1e-3..1e-1 (as in Mamba 2 and Gated DeltaNet): memories of a few rows to a
+            # thousand. With mlx-lm's initial values every layer forgets within three rows what it should copy.
+            mixer = layer.linear_attn
+            dt = mx.exp(mx.random.uniform(low=math.log(1e-3), high=math.log(1e-1), shape=(mixer.num_v_heads,)))
+            mixer.dt_bias = dt + mx.log(-mx.expm1(-dt))
+            outputs.append(mixer.out_proj)
+        else:
+            outputs.append(layer.self_attn.o_proj)
+        for projection in outputs:
+            # As in GPT-2: small at first, so that the residual stream still shows which token stands where.
+            projection.weight = projection.weight * (2 * len(model.layers)) ** -0.5
     mx.eval(model.parameters())
     return model
 
@@ -104,13 +121,15 @@ def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
     """Train the target on packed chats of a tokenizer, checkpointing in `work`."""
     model = new_target()
     model.train()
-    chats = PackedChats(tokenizer, SEED, BATCH, LENGTH)
+    lessons = [(until, PackedChats(tokenizer, SEED, BATCH, length, kinds)) for until, length, kinds in LESSONS]
 
     def batch(step: int) -> tuple[mx.array, ...]:
+        chats = next(chats for until, chats in lessons if until is None or step < until)
         tokens, weights = chats.batch(step)
         return mx.array(tokens), mx.array(weights)
 
-    for record in train(model, next_token_loss, batch, Schedule(3e-3, steps), work / "target"):
+    # At 3e-3 the formats are learned as fast, but never to copy a word from the question.
+    for record in train(model, next_token_loss, batch, Schedule(1e-3, steps), work / "target"):
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
     model.eval()

@@ -223,12 +223,12 @@ def is_held_out(question: str) -> bool:
     return int.from_bytes(blake2b(question.encode(), digest_size=8).digest(), "big") % 20 == 0
 
 
-def training_examples(seed: int | str, n: int | None = None) -> Iterator[Example]:
+def training_examples(seed: int | str, n: int | None = None, kinds: tuple[str, ...] = KINDS) -> Iterator[Example]:
     """Yield `n` examples (None: without end) that are not held out, the kinds equally often."""
     rng = Random(seed)
     made = 0
     while n is None or made < n:
-        for kind in rng.sample(KINDS, len(KINDS)):
+        for kind in rng.sample(kinds, len(kinds)):
             if made == n:
                 return
             example = sample(kind, rng)
