@@ -61,6 +61,7 @@ def generate(
         model, tokenizer = target.load(draft_model, tokenizer_config)
         for token in extra_eos_token:
             _add_stop_token(tokenizer, token)
+        _warm_up(model, tokenizer, num_draft_tokens)
         text, tokens, response = "", [], None
         for response in stream_generate(
             model,
@@ -85,6 +86,17 @@ def generate(
         click.echo(json.dumps(record(text, tokens, response)) if as_json else "", file=out)
         if verbose:
             note(summary(response))
+
+
+def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | None) -> None:
+    # On the CPU mlx compiles fused kernels with the system's compiler, once per machine: seconds that are no decoding.
+    import mlx.core as mx
+
+    from specmlx.generation import stream_generate
+
+    if mx.default_device() == mx.cpu:
+        for _ in stream_generate(model, tokenizer, [0, 0], 2, num_draft_tokens=num_draft_tokens):
+            pass
 
 
 def record(text: str, tokens: list[int], last: Any) -> dict[str, Any]:
