@@ -114,10 +114,11 @@ def test_stop_strings_and_stop_tokens_end_the_answer(directory, pair):
     stop = whole["text"][3:5]
     stopped = as_json(*common, "--stop", "never", "--stop", stop)
     assert stopped["text"] == whole["text"][: whole["text"].index(stop)]
-    word = pair[1].convert_ids_to_tokens(60)
+    token = whole["tokens"][5]
+    word = pair[1].convert_ids_to_tokens(token)
     ended = as_json(*common, "--extra-eos-token", word)
-    assert ended["tokens"] == as_json(*common, "--extra-eos-token", "60")["tokens"]
-    assert ended["tokens"] == whole["tokens"][: whole["tokens"].index(60) + 1]
+    assert ended["tokens"] == as_json(*common, "--extra-eos-token", str(token))["tokens"]
+    assert ended["tokens"] == whole["tokens"][: whole["tokens"].index(token) + 1]
     assert ended["finish_reason"] == stopped["finish_reason"] == "stop"
 
 
