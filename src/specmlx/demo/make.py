@@ -23,14 +23,15 @@ from specmlx.training.tokenizer import train_tokenizer
 
 HERE = Path(__file__).parent
 SEED = 20261130
-TARGET_STEPS = 4700
-DRAFTER_STEPS = 2400
-BATCH, LENGTH, ANCHORS = 8, 256, 24
+TARGET_STEPS = 3300
+DRAFTER_STEPS = 1500
+BATCH, LENGTH = 8, 256
+DRAFTER_LENGTH, ANCHORS = 128, 24
 # Until which step, row length, kinds. To copy a name is learned from one kind in a minute, from all not in an hour.
 LESSONS = (
     (400, 64, ("greeting",)),
     (1200, 64, ("greeting", "calendar", "sum", "repeat", "bullets", "numbered", "html")),
-    (3400, 128, KINDS),
+    (2700, 128, KINDS),
     (None, LENGTH, KINDS),
 )
 
@@ -129,7 +130,7 @@ def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
         return mx.array(tokens), mx.array(weights)
 
     # At 3e-3 the formats are learned as fast, but never to copy a word from the question.
-    for record in train(model, next_token_loss, batch, Schedule(1e-3, steps), work / "target"):
+    for record in train(model, next_token_loss, batch, Schedule(1e-3, steps, constant=0.6), work / "target"):
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
     model.eval()
@@ -141,7 +142,7 @@ def train_drafter(kind: str, target_path: Path, work: Path, steps: int):
     target, _ = load_target(target_path, dtype=mx.float32)
     mx.random.seed(SEED + 1)
     drafter = build(DrafterConfig.from_dict(DRAFTER_CONFIGS[kind]), target)
-    chats = PackedChats(target_path, SEED + 1, BATCH, LENGTH)
+    chats = PackedChats(target_path, SEED + 1, BATCH, DRAFTER_LENGTH)
 
     def batch(step: int) -> tuple[mx.array, ...]:
         tokens, weights = chats.batch(step)
@@ -149,7 +150,7 @@ def train_drafter(kind: str, target_path: Path, work: Path, steps: int):
         return mx.array(tokens), mx.array(weights), mx.array(anchors)
 
     loss = draft_loss(drafter, target, LOSSES[kind])
-    schedule = Schedule(2e-3, steps, constant=0.2)
+    schedule = Schedule(4e-3, steps, constant=0.3)
     for record in train(drafter.model, loss, batch, schedule, work / kind, betas=(0.9, 0.95), weight_decay=0.0):
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
