@@ -192,9 +192,9 @@ WRONG = {
     "a missing tensor": (lambda path: drop(path, NORM), NORM),
     "an extra tensor": (lambda path: add(path, "language_model.model.layers.0.extra.weight", (4,)), "layers.0.extra"),
     "a tensor of another shape": (lambda path: add(path, NORM, (63,)), NORM),
-    "an empty file": (lambda path: cut(path, 0), "read"),
+    "an empty file": (lambda path: cut(path, 0), "corrupt"),
     "a cut header": (lambda path: cut(path, 0.001), "header"),
-    "cut data": (lambda path: cut(path, 0.99), "exceeding"),
+    "cut data": (lambda path: cut(path, 0.99), "bytes"),
 }
 
 
