@@ -1,6 +1,7 @@
 """The public API on a tiny random model: text, prompts, caches over turns, mlx-lm's callables, threads."""
 
 import dataclasses
+import random
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ import specmlx
 from specmlx.generation import GenerationResponse, generate, stream_generate
 from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from specmlx.speculation.sampling import make_sampler
+from specmlx.speculation.stops import StopStrings
 from specmlx.targets.hybrid import Model
 
 SMALL = dict(num_hidden_layers=4, full_attention_interval=2, vocab_size=282)
@@ -74,6 +76,7 @@ def collect(responses) -> tuple[str, list[int], GenerationResponse]:
     found = list(responses)
     assert all(r.finish_reason is None for r in found[:-1]) and found[-1].finish_reason
     assert [r.generation_tokens for r in found] == list(range(1, len(found) + 1))
+    assert [r.stats.generation_tokens for r in found] == [r.generation_tokens for r in found]
     return "".join(r.text for r in found), [r.token for r in found], found[-1]
 
 
@@ -158,6 +161,28 @@ def test_what_was_held_back_for_a_stop_string_is_given_at_the_end(parrot, tokeni
     stops = ["jumps — okay", "cat ⛵ jumps around", "— ok!", "zebra"]
     ids, options = saying(parrot, tokenizer, STORY)
     assert generate(parrot, tokenizer, max_tokens=max_tokens, stop=stops, **options) == plain
+
+
+def test_stop_strings_are_found_as_in_the_whole_text_however_it_is_cut():
+    rng = random.Random(0)
+
+    def word(most: int) -> str:
+        return "".join(rng.choice("ab") for _ in range(rng.randint(1, most)))
+
+    for _ in range(500):
+        stops, pieces = [word(5) for _ in range(rng.randint(1, 3))], [word(4) for _ in range(8)]
+        watch, out, text = StopStrings(stops), "", ""
+        for piece in pieces:
+            text += piece
+            out += watch.feed(piece)
+            found = [text.index(stop) for stop in stops if stop in text]
+            assert watch.stopped == bool(found)
+            if found:
+                break
+            # What can't be the beginning of a stop string has left.
+            assert any(stop.startswith(text[len(out) :]) for stop in stops)
+        out += watch.flush()
+        assert out == (text[: min(found)] if found else text), (stops, pieces)
 
 
 @pytest.mark.parametrize("stop", [None, [], ()])
@@ -405,10 +430,12 @@ def test_a_cache_that_cannot_be_read_is_named(model, tokenizer):
 @pytest.mark.linux_bits
 @pytest.mark.parametrize("prompt", [[5], [5] * 12, list(range(40))])
 def test_mlx_lm_generates_with_our_model_as_with_its_own(model, twin, tokenizer, prompt):
-    want = mlx_lm.generate(twin, tokenizer, prompt, max_tokens=16)
-    caches = stock.make_prompt_cache(model)
-    assert mlx_lm.generate(model, tokenizer, prompt, max_tokens=16, prompt_cache=caches) == want
-    assert offsets(caches) == [len(prompt) + 16] * 2
+    theirs, ours = (stock.make_prompt_cache(m) for m in (twin, model))
+    want = mlx_lm.generate(twin, tokenizer, prompt, max_tokens=16, prompt_cache=theirs)
+    assert mlx_lm.generate(model, tokenizer, prompt, max_tokens=16, prompt_cache=ours) == want
+    assert offsets(ours) == [len(prompt) + 16] * 2
+    # Up to 16 rows are stepped, more are prefill.
+    assert same_bits(stock_leaves(ours), stock_leaves(theirs)) == (len(prompt) <= 17)
     assert generate(model, tokenizer, prompt, max_tokens=16) == want
 
 
@@ -461,44 +488,22 @@ def test_callables_of_mlx_lm_see_no_row_behind_a_stop_token(model, tokenizer, in
 
 
 def test_mlx_lms_sampler_and_processors_give_the_text_they_give_mlx_lm(model, twin, tokenizer):
-    def processors():
-        return mlx_lm_processors({3: 2.0}, 1.4, 5)
-
-    want = mlx_lm.generate(twin, tokenizer, [5], max_tokens=16, logits_processors=processors())
+    options = dict(max_tokens=16, logits_processors=mlx_lm_processors({3: 2.0}, 1.4, 5))
+    want = [r.token for r in mlx_lm.stream_generate(twin, tokenizer, [5], **options)]
     for guess in (all_right, right_with(0.5)):
-        text = [5, *tokenizer.encode(want)]
-        text += [0] * 40
-        drafter = Lenient(text, guess, tap_ids=())
-        options = dict(draft_model=drafter, max_tokens=16, logits_processors=processors())
-        assert generate(model, tokenizer, [5], **options) == want
+        drafter = ScriptedDrafter([5, *want], guess, tap_ids=())
+        assert [r.token for r in stream_generate(model, tokenizer, [5], draft_model=drafter, **options)] == want
+    # One draw from the global stream for each token that leaves, in order.
+    options = dict(max_tokens=8, sampler=mlx_lm_sampler(0.8))
     mx.random.seed(4)
-    want = mlx_lm.generate(twin, tokenizer, [5], max_tokens=8, sampler=mlx_lm_sampler(0.8))
+    want = [r.token for r in mlx_lm.stream_generate(twin, tokenizer, [5], **options)]
     mx.random.seed(4)
-    responses = list(stream_generate(model, tokenizer, [5], max_tokens=8, sampler=mlx_lm_sampler(0.8)))
-    assert responses[-1].stats.mode == "plain" and len(want) > 0
+    assert [r.token for r in stream_generate(model, tokenizer, [5], **options)] == want
     mx.random.seed(4)
-    drafted = list(
-        stream_generate(
-            model,
-            tokenizer,
-            [5],
-            max_tokens=8,
-            sampler=mlx_lm_sampler(0.8),
-            draft_model=Lenient([5, *[r.token for r in responses], *[0] * 9], all_right, tap_ids=()),
-        )
-    )
-    # One draw for each token that leaves, in order: the same global stream gives the same text.
-    assert [r.token for r in drafted] == [r.token for r in responses]
-    assert drafted[-1].stats.accepted == 7 and "sampler" in drafted[-1].stats.reason
-
-
-class Lenient(ScriptedDrafter):
-    """Does not know the text for sure."""
-
-    def propose(self, context, anchor, width, policy):
-        position = context.start + len(context.tokens)
-        self.text[position] = anchor.item()
-        return super().propose(context, anchor, width, policy)
+    drafter = ScriptedDrafter([5, *want, 0], wrong_at(5), tap_ids=())
+    drafted = list(stream_generate(model, tokenizer, [5], draft_model=drafter, **options))
+    assert [r.token for r in drafted] == want
+    assert drafted[-1].stats.accepted == 6 and "sampler" in drafted[-1].stats.reason
 
 
 def test_a_seed_gives_one_text_in_any_thread_with_any_other_request_between(model, tokenizer):
