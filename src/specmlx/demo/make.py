@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from specmlx.demo.data import VOCABULARY, PackedChats, tokenizer_texts
 from specmlx.demo.tasks import KINDS
+from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.targets.checkpoint import load_target
@@ -23,15 +24,17 @@ from specmlx.training.tokenizer import train_tokenizer
 
 HERE = Path(__file__).parent
 SEED = 20261130
-TARGET_STEPS = 3300
-DRAFTER_STEPS = 1500
+TARGET_STEPS = 4400
+# Drafters begin on the target as it was at one step, while it goes on learning, and end on the finished one.
+SNAPSHOT = 3000
+FIRST_STEPS, DRAFTER_STEPS = 900, 1300
 BATCH, LENGTH = 8, 256
 DRAFTER_LENGTH, ANCHORS = 128, 24
 # Until which step, row length, kinds. To copy a name is learned from one kind in a minute, from all not in an hour.
 LESSONS = (
     (400, 64, ("greeting",)),
     (1200, 64, ("greeting", "calendar", "sum", "repeat", "bullets", "numbered", "html")),
-    (2700, 128, KINDS),
+    (3800, 128, KINDS),
     (None, LENGTH, KINDS),
 )
 
@@ -119,7 +122,7 @@ def new_target() -> Model:
 
 
 def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
-    """Train the target on packed chats of a tokenizer, checkpointing in `work`."""
+    """Train the target on packed chats of a tokenizer, checkpointing in `work`; `work`/snapshot keeps one state."""
     model = new_target()
     model.train()
     lessons = [(until, PackedChats(tokenizer, SEED, BATCH, length, kinds)) for until, length, kinds in LESSONS]
@@ -131,30 +134,37 @@ def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
 
     # At 3e-3 the formats are learned as fast, but never to copy a word from the question.
     for record in train(model, next_token_loss, batch, Schedule(1e-3, steps, constant=0.6), work / "target"):
+        if record["step"] == SNAPSHOT:
+            save_float16(model, TARGET_CONFIG, work / "snapshot")
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
     model.eval()
     return model
 
 
-def train_drafter(kind: str, target_path: Path, work: Path, steps: int):
-    """Train a drafter of `kind` on the finished target over new packed chats, checkpointing in `work`."""
-    target, _ = load_target(target_path, dtype=mx.float32)
+def train_drafter(kind: str, snapshot: Path, target_path: Path, work: Path, steps: int) -> BlockDrafter:
+    """Train a drafter of `kind` on the target's snapshot, then on the finished target, checkpointing in `work`."""
     mx.random.seed(SEED + 1)
-    drafter = build(DrafterConfig.from_dict(DRAFTER_CONFIGS[kind]), target)
-    chats = PackedChats(target_path, SEED + 1, BATCH, DRAFTER_LENGTH)
+    drafter = build(DrafterConfig.from_dict(DRAFTER_CONFIGS[kind]), load_target(snapshot, dtype=mx.float32)[0])
+    _draft_lesson(drafter, target_path, work / f"{kind}-first", Schedule(4e-3, FIRST_STEPS, constant=1.0))
+    drafter = type(drafter)(drafter.model, load_target(target_path, dtype=mx.float32)[0])
+    _draft_lesson(drafter, target_path, work / kind, Schedule(4e-3, steps, constant=0.2))
+    return drafter
+
+
+def _draft_lesson(drafter: BlockDrafter, tokenizer: Path, directory: Path, schedule: Schedule) -> None:
+    kind = drafter.config.kind
+    chats = PackedChats(tokenizer, SEED + schedule.steps, BATCH, DRAFTER_LENGTH)
 
     def batch(step: int) -> tuple[mx.array, ...]:
         tokens, weights = chats.batch(step)
-        anchors = sample_anchors(weights, ANCHORS, np.random.default_rng([SEED, step]))
+        anchors = sample_anchors(weights, ANCHORS, np.random.default_rng([schedule.steps, step]))
         return mx.array(tokens), mx.array(weights), mx.array(anchors)
 
-    loss = draft_loss(drafter, target, LOSSES[kind])
-    schedule = Schedule(4e-3, steps, constant=0.3)
-    for record in train(drafter.model, loss, batch, schedule, work / kind, betas=(0.9, 0.95), weight_decay=0.0):
+    loss = draft_loss(drafter, drafter.target, LOSSES[kind])
+    for record in train(drafter.model, loss, batch, schedule, directory, betas=(0.9, 0.95), weight_decay=0.0):
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
-    return drafter
 
 
 def save_float16(model, config: dict, directory: Path) -> None:
@@ -179,7 +189,7 @@ def main(what: str, work: Path, steps: int | None, out: Path) -> None:
         save_float16(target, TARGET_CONFIG, out / "target")
     for kind in ("dflash", "dspark"):
         if what in (kind, "all"):
-            drafter = train_drafter(kind, out / "target", work, steps or DRAFTER_STEPS)
+            drafter = train_drafter(kind, work / "snapshot", out / "target", work, steps or DRAFTER_STEPS)
             save_float16(drafter.model, DRAFTER_CONFIGS[kind], out / kind)
 
 
