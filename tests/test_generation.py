@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from drafter_kit import case_weights, golden_config, write_drafter
 from mlx_lm.generate import generate_step
 from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_logits_processors as mlx_lm_processors
@@ -523,13 +524,17 @@ def test_a_seed_gives_one_text_in_any_thread_with_any_other_request_between(mode
     assert len(texts) == 4 and all(t == texts[0] for t in texts)
 
 
-def test_a_conversation_goes_from_thread_to_thread(model, tokenizer):
-    want, _ = plain_ids(model, PROMPTS, 9)
+@pytest.mark.parametrize("case", ["dflash_sliding", "dspark"])
+def test_a_conversation_goes_from_thread_to_thread_with_its_drafter(tokenizer, case, tmp_path):
+    model = tiny(0, num_hidden_layers=6, full_attention_interval=3)
+    drafter = specmlx.load_drafter(str(write_drafter(tmp_path, golden_config(case), case_weights(case))), model)
+    want, states = plain_ids(model, PROMPTS, 9)
     conversation, turns = make_prompt_cache(model), []
 
     def turn(prompt):
-        responses = stream_generate(model, tokenizer, prompt, max_tokens=9, prompt_cache=conversation)
-        turns.append([r.token for r in responses])
+        # Its width ends each answer with a round that observes and proposes nothing.
+        options = dict(max_tokens=9, prompt_cache=conversation, draft_model=drafter)
+        turns.append([r.token for r in stream_generate(model, tokenizer, prompt, **options)])
 
     for i, prompt in enumerate(PROMPTS):
         if i % 2:
@@ -539,6 +544,7 @@ def test_a_conversation_goes_from_thread_to_thread(model, tokenizer):
             thread.start()
             thread.join()
     assert turns == want
+    assert same_bits(leaves(conversation.states), leaves(states))
 
 
 def test_two_streams_of_one_model_do_not_disturb_each_other(model, tokenizer):
