@@ -27,7 +27,7 @@ SEED = 20261130
 TARGET_STEPS = 4400
 # Drafters begin on the target as it was at one step, while it goes on learning, and end on the finished one.
 SNAPSHOT = 3000
-FIRST_STEPS, DRAFTER_STEPS = 900, 1300
+FIRST_STEPS, DRAFTER_STEPS = 900, 1000
 BATCH, LENGTH = 8, 256
 DRAFTER_LENGTH, ANCHORS = 128, 24
 # Until which step, row length, kinds. To copy a name is learned from one kind in a minute, from all not in an hour.
