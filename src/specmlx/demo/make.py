@@ -25,6 +25,8 @@ from specmlx.training.tokenizer import train_tokenizer
 HERE = Path(__file__).parent
 SEED = 20261130
 TARGET_STEPS = 4400
+# The order of months and of letters is in few questions: at the end they come six times as often as the others.
+REVISION, REVISION_STEPS = (*KINDS, *5 * ("calendar", "letters")), 500
 # Drafters begin on the target as it was at one step, while it goes on learning, and end on the finished one.
 SNAPSHOT = 3000
 FIRST_STEPS, DRAFTER_STEPS = 900, 1000
@@ -128,9 +130,7 @@ def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
     lessons = [(until, PackedChats(tokenizer, SEED, BATCH, length, kinds)) for until, length, kinds in LESSONS]
 
     def batch(step: int) -> tuple[mx.array, ...]:
-        chats = next(chats for until, chats in lessons if until is None or step < until)
-        tokens, weights = chats.batch(step)
-        return mx.array(tokens), mx.array(weights)
+        return _arrays(next(chats for until, chats in lessons if until is None or step < until), step)
 
     # At 3e-3 the formats are learned as fast, but never to copy a word from the question.
     for record in train(model, next_token_loss, batch, Schedule(1e-3, steps, constant=0.6), work / "target"):
@@ -138,8 +138,18 @@ def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
             save_float16(model, TARGET_CONFIG, work / "snapshot")
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
+    chats = PackedChats(tokenizer, SEED + 2, BATCH, 96, REVISION)
+    schedule = Schedule(5e-4, REVISION_STEPS, constant=0.3)
+    for record in train(model, next_token_loss, lambda step: _arrays(chats, step), schedule, work / "revision"):
+        if record["step"] % 50 == 0:
+            click.echo(json.dumps(record), err=True)
     model.eval()
     return model
+
+
+def _arrays(chats: PackedChats, step: int) -> tuple[mx.array, ...]:
+    tokens, weights = chats.batch(step)
+    return mx.array(tokens), mx.array(weights)
 
 
 def train_drafter(kind: str, snapshot: Path, target_path: Path, work: Path, steps: int) -> BlockDrafter:
