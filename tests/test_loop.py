@@ -1,6 +1,8 @@
 """The loop with a scripted drafter and a table for a target: no neural network."""
 
+import itertools
 import math
+import sys
 import time
 
 import mlx.core as mx
@@ -281,6 +283,50 @@ def test_an_exception_or_a_break_in_prefill_leaves_a_conversation_that_goes_on()
     text = prompt + oracle(prompt, 10)
     run.start(prompt=prompt[6:], drafter=drafter(right_with(0.7), text), max_tokens=10)
     assert run.take() == text[-10:]
+
+
+class Interrupt:
+    """Traces the library's lines and raises a Ctrl-C at the nth."""
+
+    def __init__(self, line: int):
+        self.left = line
+
+    def __call__(self, frame, event, arg):
+        if event == "call":
+            return self if "specmlx" in frame.f_code.co_filename else None
+        self.left -= event == "line"
+        if self.left == 0:
+            self.left = -1
+            raise KeyboardInterrupt
+        return self
+
+
+def test_an_interrupt_at_any_line_leaves_a_conversation_that_goes_on():
+    prompt = [3, 1, 4, 1, 5]
+    text = prompt + oracle(prompt, 20)
+    for line in itertools.count(1):
+        scripted = drafter(wrong_at(1), text, max_width=2)
+        run = Run().start(prompt=prompt, drafter=scripted, max_tokens=5, prefill_step_size=2)
+        given, ended = [], False
+        sys.settrace(Interrupt(line))
+        try:
+            for token in run.tokens:
+                given.append(token.id)
+            ended = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if ended:
+            break
+        run.conversation.claim()
+        held = run.conversation.tokens
+        assert held == text[: len(held)] and run.target.ids(run.conversation) == run.conversation.processed
+        # One token may be in that was just about to be given.
+        assert len(held) - len(prompt + given) in (0, 1) or (not given and len(held) < len(prompt))
+        scripted.text = held + [7] + oracle(held + [7], 5)
+        assert run.start(prompt=[7], drafter=scripted, max_tokens=5).take() == scripted.text[-5:], line
+    assert line > 300
 
 
 def test_progress_counts_the_prompt_of_this_call_only():

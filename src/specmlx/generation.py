@@ -204,6 +204,8 @@ def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cach
                     break
         finally:
             tokens.close()
+            if conversation.owned_by(owner):
+                conversation.settle()
             close_cache(model, prompt_cache, conversation, owner)
 
 

@@ -91,32 +91,29 @@ def generate_tokens(
         # Clipped so that a bad id can't read foreign memory before it is refused.
         drafts = mx.clip(proposal.tokens, 0, target.vocab_size - 1)
         rows = mx.concatenate([mx.array([[conversation.pending]], dtype=mx.int32), drafts], axis=1)
-        try:
-            verified = target.verify(conversation.states, rows, taps)
-            outcome, logprobs = round_policy.accept(proposal.tokens, proposal.q, verified.logits, history)
-            bad = mx.any(mx.isnan(verified.logits) | (verified.logits == mx.inf), axis=-1)
-            outputs = [outcome.accepted, outcome.next_anchor, logprobs, bad, proposal.tokens]
-            conversation.states.evaluate(outputs, conversation.draft_arrays())
-            drafted = _checked(proposal, target.vocab_size)
-        except BaseException:
-            conversation.states.abort()
-            raise
+        verified = target.verify(conversation.states, rows, taps)
+        outcome, logprobs = round_policy.accept(proposal.tokens, proposal.q, verified.logits, history)
+        bad = mx.any(mx.isnan(verified.logits) | (verified.logits == mx.inf), axis=-1)
+        outputs = [outcome.accepted, outcome.next_anchor, logprobs, bad, proposal.tokens]
+        conversation.states.evaluate(outputs, conversation.draft_arrays())
+        drafted = _checked(proposal, target.vocab_size)
         accepted, bad_rows = outcome.accepted.item(), bad[0].tolist()
         given = [*drafted[:accepted], outcome.next_anchor.item()]
         stats.begin_round(len(drafted))
 
         for n, token in enumerate(given):
             if bad_rows[n]:
-                conversation.states.abort()
                 where = len(conversation.processed) + 1
                 raise RuntimeError(f"the target's logits for token {where} are NaN or infinite")
-            conversation.commit(n + 1, token)
-            conversation.unobserved = Observable(rows, verified.features) if drafter else None
             history.append(token)
             stats.deliver(from_draft=n < accepted)
             finish = _finish(token, stop_tokens, stats.generation_tokens, max_tokens)
+            leaving = Token(token, logprobs[0, n], n < accepted, finish)
             stats.decode_seconds += time.perf_counter() - clock
-            yield Token(token, logprobs[0, n], n < accepted, finish)
+            # Last of all, so that an interrupt leaves as little as can be in the conversation that nobody was given.
+            conversation.unobserved = Observable(rows, verified.features) if drafter else None
+            conversation.commit(n + 1, token)
+            yield leaving
             clock = time.perf_counter()
             if finish:
                 return
@@ -131,36 +128,43 @@ def _prefill(
     """Run everything before the prompt's last token, which is the first anchor; yields how much of the prompt is in."""
     _observe(conversation, drafter)
     before = [] if conversation.pending is None else [conversation.pending]
-    ids = mx.array([[*before, *prompt[:-1]]], dtype=mx.int32)
+    ids = [*before, *prompt[:-1]]
+    rows = mx.array([ids], dtype=mx.int32)
     done = 0
     yield 0
-    for tokens, features in target.prefill(conversation.states, ids, drafter.tap_ids if drafter else (), step_size):
-        n = tokens.shape[1]
-        conversation.processed += tokens[0].tolist()
-        conversation.pending = None
-        conversation.unobserved = None
-        if drafter:
-            conversation.unobserved = Observable(tokens, features)
-            _observe(conversation, drafter)
-            mx.eval(conversation.draft_arrays())
-        done += n
-        yield done - len(before)
+    try:
+        conversation.processed += ids
+        for tokens, features in target.prefill(
+            conversation.states, rows, drafter.tap_ids if drafter else (), step_size
+        ):
+            if drafter:
+                conversation.unobserved = Observable(tokens, features)
+                _observe(conversation, drafter)
+                mx.eval(conversation.draft_arrays())
+            done += tokens.shape[1]
+            yield done - len(before)
+    finally:
+        conversation.settle()
     conversation.pending = prompt[-1]
 
 
 def _observe(conversation: Conversation, drafter: Drafter | None) -> None:
     """Let the drafter see the committed rows that it has not seen; one that is new to the conversation starts here."""
-    rows, draft = conversation.unobserved, conversation.draft
-    # Taken out meanwhile: a context that an exception left half-way would be wrong from then on.
-    conversation.unobserved = conversation.draft = None
+    rows, conversation.unobserved = conversation.unobserved, None
+    draft = conversation.draft
     if drafter is None:
-        # What it misses now, it could only catch up on with the features.
+        conversation.draft = None
         return
-    if draft is None or draft.drafter is not drafter:
-        draft = Draft(drafter, drafter.new_context(1, start=len(conversation.processed)))
-    elif rows is not None:
-        drafter.observe(draft.context, rows.tokens, rows.features, conversation.states.count)
-    conversation.draft = draft
+    end = conversation.states.length
+    count = 0 if rows is None else conversation.states.count
+    # A context that missed rows, by an interrupt or a failure half-way, would be wrong from then on.
+    if draft is None or draft.drafter is not drafter or draft.end + count != end:
+        context = drafter.new_context(1, start=end)
+    else:
+        context = draft.context
+        if count:
+            drafter.observe(context, rows.tokens, rows.features, count)
+    conversation.draft = Draft(drafter, context, end)
 
 
 def _propose(conversation: Conversation, drafter: Drafter | None, width: int, policy) -> Proposal:

@@ -22,10 +22,11 @@ class Observable(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A drafter and its context of this conversation."""
+    """A drafter and its context, which has the conversation's rows up to `end`."""
 
     drafter: Any
     context: Any
+    end: int
 
 
 class Conversation:
@@ -33,6 +34,8 @@ class Conversation:
 
     `draft` is the last drafter's context; `unobserved` the rows that it has not seen (as many as `states.count`).
     One request at a time owns it: `claim` takes it over, and an older owner's next step raises.
+    An interrupt may fall anywhere: ids are recorded before their rows enter the states, and `settle` takes back those
+    whose rows did not.
     """
 
     def __init__(self, states: LayerStates, processed: list[int] | None = None, pending: int | None = None):
@@ -42,6 +45,17 @@ class Conversation:
         self.draft: Draft | None = None
         self.unobserved: Observable | None = None
         self._owner = 0
+
+    @property
+    def pending(self) -> int | None:
+        """The id behind the processed ones, which has left to the user but is not in; None if there is none."""
+        index, token = self._pending
+        return token if index == len(self.processed) else None
+
+    @pending.setter
+    def pending(self, token: int | None) -> None:
+        # With its index, so that it is pending no longer once it has been recorded as processed.
+        self._pending = (len(self.processed), token)
 
     @property
     def tokens(self) -> list[int]:
@@ -57,14 +71,15 @@ class Conversation:
         return [] if self.draft is None else self.draft.context.arrays()
 
     def claim(self) -> int:
-        """Take the conversation over and get the owner's number.
-
-        Raises RuntimeError where an interrupt fell between state and record, so that they no longer agree.
-        """
-        if self.states.length != len(self.processed):
-            raise RuntimeError("this conversation was interrupted while a step was recorded: start a new one")
+        """Take the conversation over and get the owner's number."""
+        self.settle()
         self._owner += 1
         return self._owner
+
+    def settle(self) -> None:
+        """Make record and states agree after whatever ended a request, wherever: a pass that it left open is dropped."""
+        self.states.abort()
+        del self.processed[self.states.length :]
 
     def owned_by(self, owner: int) -> bool:
         return owner == self._owner
@@ -76,8 +91,8 @@ class Conversation:
 
     def commit(self, count: int, token: int) -> None:
         """Let `count` rows of the open pass in, the last token given to the user being `token`, which is not in yet."""
-        self.states.commit(count)
         self.processed.append(self.pending)
+        self.states.commit(count)
         self.pending = token
 
 

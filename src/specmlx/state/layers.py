@@ -79,9 +79,8 @@ class LayerStates:
 
     def open(self, new: Pass) -> Pass:
         """Take a pass whose layers have all been built."""
-        self.layers = [b if isinstance(b, KV) else a for a, b in zip(self.layers, new.layers, strict=True)]
-        self._pass, self._committed = new, False
-        self._bound_before = self.bound
+        layers = [b if isinstance(b, KV) else a for a, b in zip(self.layers, new.layers, strict=True)]
+        self._set(layers=layers, _pass=new, _committed=False, _bound_before=self.bound)
         return new
 
     def evaluate(self, *arrays: mx.array) -> None:
@@ -102,22 +101,26 @@ class LayerStates:
         if self._pass is None:
             raise RuntimeError("nothing to commit: run a pass first")
         value, counts = self._checked(count)
+        bound = self._bound_before + (max(counts) if counts else self._pass.rows)
+        new = dict(count=value, _counts=counts, bound=bound)
         if not self._committed:
-            self.start = self.length
-            self.layers = [a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)]
-            self._committed = True
-        self.count, self._counts = value, counts
-        self.bound = self._bound_before + (max(counts) if counts else self._pass.rows)
+            layers = [a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)]
+            new |= dict(start=self.length, layers=layers, _committed=True)
+        self._set(**new)
 
     def abort(self) -> None:
         """Drop the open pass as if it had never run; a pass that is committed stays."""
         if not self._committed:
-            self._pass, self._committed = None, True
+            self._set(_pass=None, _committed=True)
 
     def folded(self) -> list[Layer]:
         """The layers with every committed row applied and no tape: what a snapshot or a save keeps."""
         self._refuse_if_broken()
         return [x.folded(self.count) if isinstance(x, Recurrent) else x for x in self.layers]
+
+    def _set(self, **attributes) -> None:
+        # One call into C: a Ctrl-C falls before or after it.
+        vars(self).update(attributes)
 
     def _refuse_if_broken(self) -> None:
         if self._broken:
