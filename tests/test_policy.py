@@ -99,9 +99,7 @@ def test_a_seed_gives_one_text_with_any_drafter_any_width_and_none(settings, pen
 @pytest.mark.parametrize("sampler", [None, make_sampler(), make_sampler(top_p=0.5)])
 def test_greedy_text_and_logprobs_are_mlx_lms_bit_for_bit(sampler, dtype, bit_exact):
     for penalties in ({}, PENALTIES):
-        want = mlx_lm_writes(
-            sample_utils.greedy_sampler, sample_utils.make_logits_processors(**penalties), dtype
-        )
+        want = mlx_lm_writes(sample_utils.greedy_sampler, sample_utils.make_logits_processors(**penalties), dtype)
         for drafter, width in [(None, 0), (target, 4), (good, 6), (bad, 2)]:
             policy = Policy(sampler, make_logits_processors(**penalties), seed=3)
             got = write(policy, drafter, width, dtype)
@@ -216,9 +214,7 @@ def test_rows_that_a_sequential_policy_did_not_reach_are_nan_and_the_targets_log
     assert mx.array_equal(logits, before)
 
 
-@pytest.mark.parametrize(
-    "sampler, seed", [(None, None), (make_sampler(**FILTERS), 5), (make_sampler(temp=1.0), None)]
-)
+@pytest.mark.parametrize("sampler, seed", [(None, None), (make_sampler(**FILTERS), 5), (make_sampler(temp=1.0), None)])
 def test_nan_rows_behind_the_accepted_ones_change_nothing(sampler, seed):
     policy = Policy(sampler, make_logits_processors(**PENALTIES), seed=seed)
     lanes, history = 30, [1, 2, 3, 2]
@@ -245,9 +241,7 @@ def test_lanes_with_their_own_seed_history_and_position_equal_each_lane_alone():
         tokens, q = around.draft(logits[:, :3], 0)
         together, _ = around.accept(tokens, q, logits)
         for lane in range(2):
-            one = Policy(make_sampler(**FILTERS), processors, seed=seeds[lane]).at(
-                positions[lane], histories[lane]
-            )
+            one = Policy(make_sampler(**FILTERS), processors, seed=seeds[lane]).at(positions[lane], histories[lane])
             alone, q = one.draft(logits[lane : lane + 1, :3], 0)
             assert alone.tolist()[0] == tokens[lane].tolist()
             outcome, _ = one.accept(alone, q, logits[lane : lane + 1])
@@ -297,9 +291,7 @@ def test_what_cannot_be_honoured_is_refused_in_one_line():
             r"logits_processors\[0\] .*NoneType",
         ),
         (
-            lambda: (
-                Policy(None, [*penalties, lambda tokens, x: x[0]]).at(0).accept(nothing, None, logits, [1])
-            ),
+            lambda: Policy(None, [*penalties, lambda tokens, x: x[0]]).at(0).accept(nothing, None, logits, [1]),
             r"logits_processors\[1\] ",
         ),
         (lambda: Policy(lambda x: mx.array([V])).at(0).accept(nothing, None, logits), f"0..{V - 1}, got {V}"),

@@ -26,9 +26,7 @@ def kept(logprobs):
     return (logprobs > -float("inf")).tolist()
 
 
-def mlx_lm_filtered(
-    x, top_p=0.0, min_p=0.0, min_tokens_to_keep=1, top_k=0, xtc=False, threshold=0.1, special=()
-):
+def mlx_lm_filtered(x, top_p=0.0, min_p=0.0, min_tokens_to_keep=1, top_k=0, xtc=False, threshold=0.1, special=()):
     """mlx_lm.sample_utils' filters on one row [1, V] in the order of its make_sampler."""
     if 0 < top_p < 1:
         x = sample_utils.apply_top_p(x, top_p)
@@ -59,9 +57,7 @@ def test_filters_keep_the_sets_that_mlx_lm_keeps_ties_included(dtype):
             want = mlx_lm_filtered(x[row : row + 1], **filters)
             assert kept(got[row]) == kept(want[0]), (filters, row)
     # top_p and min_p are not one: the filters did something.
-    assert kept(make_sampler(temp=1, top_p=0.5).log_probs(x)) != kept(
-        make_sampler(temp=1, min_p=0.3).log_probs(x)
-    )
+    assert kept(make_sampler(temp=1, top_p=0.5).log_probs(x)) != kept(make_sampler(temp=1, min_p=0.3).log_probs(x))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -71,9 +67,7 @@ def test_xtc_removes_what_mlx_lm_removes_where_the_rows_coin_says_so(dtype):
     removed = 0
     for more in ({}, {"top_k": 3}, {"min_p": 0.1, "top_p": 0.9}):
         special = mx.argmax(x[4:5], axis=-1).tolist()
-        sampler = make_sampler(
-            temp=1.0, xtc_probability=0.4, xtc_threshold=0.05, xtc_special_tokens=special, **more
-        )
+        sampler = make_sampler(temp=1.0, xtc_probability=0.4, xtc_threshold=0.05, xtc_special_tokens=special, **more)
         got = sampler.log_probs(x, coins)
         for row, coin in enumerate(coins.tolist()):
             want = mlx_lm_filtered(x[row : row + 1], xtc=coin < 0.4, threshold=0.05, special=special, **more)

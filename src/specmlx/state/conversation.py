@@ -77,7 +77,7 @@ class Conversation:
         return self._owner
 
     def settle(self) -> None:
-        """Make record and states agree after whatever ended a request, wherever: a pass that it left open is dropped."""
+        """Make record and states agree after whatever ended a request: a pass that it left open is dropped."""
         self.states.abort()
         del self.processed[self.states.length :]
 
