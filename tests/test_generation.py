@@ -18,7 +18,8 @@ from mlx_lm.models import cache as stock
 from mlx_lm.sample_utils import make_logits_processors as mlx_lm_processors
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from rig import leaves, mlx_lm_twin, same_bits, small_tokenizer, stock_leaves, tiny
+from mlx_lm.utils import save_config, save_model
+from rig import TINY, leaves, mlx_lm_twin, same_bits, small_tokenizer, stock_leaves, tiny
 from scripted import ScriptedDrafter, all_right, all_wrong, right_with, wrong_at
 
 import specmlx
@@ -141,6 +142,15 @@ def test_every_stop_token_of_the_tokenizer_ends_the_text_and_is_no_part_of_it(pa
     text, tokens, last = collect(stream_generate(parrot, wrapped, max_tokens=20, **options))
     assert tokens == [*parrot.script[1:5], stop] and last.finish_reason == "stop"
     assert text == wrapped.decode(parrot.script[1:5])
+
+
+def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_config(tmp_path):
+    small_tokenizer(tmp_path)
+    save_model(tmp_path, tiny(0, **SMALL))
+    save_config(TINY | SMALL | {"eos_token_id": 9}, tmp_path / "config.json")
+    assert specmlx.load(str(tmp_path))[1].eos_token_ids == {2, 9}
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
+    assert specmlx.load(str(tmp_path))[1].eos_token_ids == {2, 7, 0}
 
 
 @pytest.mark.parametrize("width", [1, 3, 7, 16])
@@ -545,6 +555,26 @@ def test_a_conversation_goes_from_thread_to_thread_with_its_drafter(tokenizer, c
             thread.join()
     assert turns == want
     assert same_bits(leaves(conversation.states), leaves(states))
+
+
+def test_threads_at_once_on_one_model_and_drafter_give_what_each_gives_alone(tokenizer, tmp_path):
+    model = tiny(0, num_hidden_layers=6, full_attention_interval=3)
+    path = write_drafter(tmp_path, golden_config("dspark"), case_weights("dspark"))
+    drafter = specmlx.load_drafter(str(path), model)
+
+    def run(i: int, texts: dict) -> None:
+        options = dict(max_tokens=10, draft_model=drafter, seed=i, sampler=make_sampler(1.0))
+        texts[i] = [r.token for r in stream_generate(model, tokenizer, [7, i] * 20 * i, **options)]
+
+    alone, together = {}, {}
+    for i in (1, 2, 3):
+        run(i, alone)
+    threads = [threading.Thread(target=run, args=(i, together)) for i in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
 
 
 def test_two_streams_of_one_model_do_not_disturb_each_other(model, tokenizer):

@@ -113,6 +113,23 @@ def test_counts_smaller_than_the_conv_window_keep_its_older_rows(kernel):
         assert same_bits(leaves(states), stepped.leaves[24])
 
 
+@pytest.mark.parametrize("as_count", [as_int, on_device])
+def test_rounds_go_on_across_the_end_of_the_key_buffers(stepped, as_count):
+    model, ids = stepped.model, stepped.ids[:30]
+    start = tokens(12, 245)
+    one_by_one = prefilled(model, start)
+    want = in_rounds(model, one_by_one, ids, seed=1, most=1)
+    states, at = prefilled(model, start), 0
+    for T, n in ((4, 3), (7, 2), (9, 5), (3, 1), (17, 4), (9, 9), (6, 6)):
+        verified = model.verify(states, mx.array([(ids + [0] * 17)[at : at + T]], dtype=mx.int32))
+        states.evaluate()
+        states.commit(as_count(n))
+        poison(states, [n], [245 + at + n])
+        assert same_bits(list(verified.logits[0, :n]), want[at : at + n]), T
+        at += n
+    assert at == 30 and same_bits(leaves(states), leaves(one_by_one))
+
+
 def test_counts_that_nobody_has_read_give_the_same_bits(stepped):
     rng = random.Random(3)
     states, logits, at = stepped.base(), [], BASE

@@ -25,7 +25,12 @@ FORMATS = {
     "bf16": dict(dtype=mx.bfloat16),
     "4-bit fp32": dict(dtype=mx.float32, bits=4),
     "4-bit bf16": dict(dtype=mx.bfloat16, bits=4),
-    "tied fp32": dict(dtype=mx.float32, tie_word_embeddings=True),
+    "tied, biased": dict(dtype=mx.float32, tie_word_embeddings=True, attention_bias=True),
+    "yarn": dict(
+        dtype=mx.float32,
+        rope_parameters=TINY["rope_parameters"]
+        | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    ),
 }
 
 
