@@ -16,6 +16,7 @@ from importlib.metadata import version
 import click
 import mlx.core as mx
 
+from specmlx import __version__
 from specmlx.demo.tasks import held_out_examples
 from specmlx.loading import load, load_drafter
 
@@ -81,7 +82,8 @@ def main(per_kind: int, max_tokens: int, as_json: bool) -> None:
         "machine": f"{platform.system()} {platform.machine()}, {mx.device_info().get('device_name', 'cpu')}",
         "device": str(mx.default_device()),
         "python": platform.python_version(),
-        **{package: version(package) for package in ("mlx", "mlx-lm", "specmlx")},
+        **{package: version(package) for package in ("mlx", "mlx-lm")},
+        "specmlx": __version__,
     }
     if as_json:
         click.echo(json.dumps({"machine": machine, "questions": len(questions), "widths": rows}))
