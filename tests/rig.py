@@ -36,6 +36,10 @@ TINY = {
 }
 
 
+# What the tests of the API run: two layers of each kind, and the vocabulary of `small_tokenizer`.
+SMALL = dict(num_hidden_layers=4, full_attention_interval=2, vocab_size=282)
+
+
 def tiny(seed: int = 0, dtype: mx.Dtype = mx.float32, bits: int | None = None, **changes) -> Model:
     """A random hybrid whose heads' decays span .9 to .9999, so that stale states are seen."""
     mx.random.seed(seed)
@@ -160,3 +164,36 @@ def small_tokenizer(folder):
     bpe.train_from_iterator(["the quick brown fox jumps over the lazy dog and the cat"] * 3, trainer)
     PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>").save_pretrained(str(folder))
     return load_tokenizer(folder)
+
+
+def collect(responses):
+    """The whole text, all ids and the last response of a stream, once it is seen that they fit together."""
+    found = list(responses)
+    assert all(r.finish_reason is None for r in found[:-1]) and found[-1].finish_reason
+    assert [r.generation_tokens for r in found] == list(range(1, len(found) + 1))
+    assert [r.stats.generation_tokens for r in found] == [r.generation_tokens for r in found]
+    return "".join(r.text for r in found), [r.token for r in found], found[-1]
+
+
+def plain_ids(model, prompts: list[list[int]], count: int):
+    """A conversation by the model's own passes, one token a pass: what each turn gave, and the states."""
+    states, pending, turns = model.new_states(), [], []
+    for prompt in prompts:
+        ids = [*pending, *prompt]
+        for _ in model.prefill(states, mx.array([ids[:-1]], dtype=mx.int32)):
+            pass
+        anchor, given = ids[-1], []
+        for _ in range(count):
+            logits = model.verify(states, mx.array([[anchor]], dtype=mx.int32)).logits[0, -1]
+            states.evaluate()
+            states.commit(1)
+            anchor = logits.argmax().item()
+            given.append(anchor)
+        pending = [anchor]
+        turns.append(given)
+    return turns, states
+
+
+def offsets(caches: list) -> list[int]:
+    """Rows that mlx-lm's key caches hold."""
+    return [cache.offset for cache in caches if hasattr(cache, "offset")]

@@ -1,4 +1,4 @@
-"""A target without a neural network and drafters that follow a script, for tests of the loop."""
+"""A target without a neural network, drafters that follow a script, and a conversation of the two."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -7,6 +7,9 @@ import mlx.core as mx
 import numpy as np
 
 from specmlx.drafters.proposal import Proposal
+from specmlx.speculation.loop import generate_tokens
+from specmlx.speculation.policy import Policy
+from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation
 from specmlx.state.kv import reserve, write
 from specmlx.state.layers import LayerStates, Pass
@@ -185,3 +188,43 @@ class DraftingTarget:
 
     def observe(self, context: Context, tokens: mx.array, features: None, count: int) -> None:
         context.tokens += tokens[0, :count].tolist()
+
+
+PROMPT = [3, 1, 4, 1, 5]
+TEXT = PROMPT + oracle(PROMPT, 40)
+
+
+class Run:
+    """One conversation with a target, and what its last call gave."""
+
+    def __init__(self, target: TableTarget | None = None):
+        self.target = target or TableTarget()
+        self.conversation = self.target.conversation()
+        self.given: list[int] = []
+        self.finish = None
+
+    def start(self, prompt=PROMPT, policy=None, drafter=None, width=None, **options):
+        self.prompt, self.stats, self.given, self.finish = list(prompt), Stats(), [], None
+        self.tokens = generate_tokens(
+            self.target, self.conversation, prompt, policy or Policy(), drafter, width, stats=self.stats, **options
+        )
+        return self
+
+    def take(self, count: int = -1) -> list[int]:
+        """The next `count` tokens, or all."""
+        while count != 0 and (token := next(self.tokens, None)) is not None:
+            assert self.finish is None, "a token after the last"
+            self.given.append(token.id)
+            self.finish = token.finish_reason
+            self.check()
+            count -= 1
+        return self.given
+
+    def check(self) -> None:
+        """The conversation holds what the user was given: the newest token pending, the others in the state."""
+        assert self.conversation.tokens[-len(self.given) - len(self.prompt) :] == self.prompt + self.given
+        assert self.target.ids(self.conversation) == self.conversation.processed
+
+
+def drafter(guess=all_right, text=TEXT, **options) -> ScriptedDrafter:
+    return ScriptedDrafter(text, guess, **options)
