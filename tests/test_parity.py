@@ -79,8 +79,8 @@ def run(directory, *args):
 def test_three_ways_give_the_same_tokens(directory, bits):
     model = quantized(directory, bits) if bits else directory
     drafters = ["--draft-model", "auto", "--draft-model", directory / "dflash"]
-    # Three tokens by turns: greedy, yet with drafts of both kinds, accepted and rejected.
-    bias = ["--logit-bias", json.dumps({50: 30, 60: 30, 70: 30}), "--repetition-penalty", "1.1"]
+    # Two tokens by turns: greedy, yet with drafts of both kinds, accepted and rejected.
+    bias = ["--logit-bias", json.dumps({50: 30, 60: 30}), "--repetition-penalty", "1.1"]
     result = run(model, *drafters, *bias, "--reference", "mlx-lm", "--json")
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and report["passed"]
