@@ -1,8 +1,11 @@
 """The files of a checkpoint directory, and what is wrong with them in one line."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -30,6 +33,15 @@ def weight_files(path: Path) -> list[Path]:
     for file in files:
         _check_whole(file)
     return files
+
+
+def save_atomically(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
+    """Write a safetensors file so that a crash leaves the old one or the new one, never half of one."""
+    temporary = path.with_name(f".{path.stem}.partial.safetensors")
+    mx.save_safetensors(str(temporary), arrays, metadata=metadata)
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def _check_whole(file: Path) -> None:

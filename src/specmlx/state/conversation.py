@@ -1,12 +1,12 @@
 """One conversation: the ids in the state, the one that is not in yet, and what target and drafter keep of them."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from specmlx.formats.checkpoint import save_atomically
 from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates, Pass
 from specmlx.state.recurrent import Recurrent
@@ -112,12 +112,7 @@ def save(path: str | Path, conversation: Conversation, metadata: dict[str, str] 
         "pending": json.dumps(conversation.pending),
         "metadata": json.dumps(metadata or {}),
     }
-    path = Path(path)
-    temporary = path.with_name(f".{path.stem}.partial.safetensors")
-    mx.save_safetensors(str(temporary), arrays, metadata=header)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    save_atomically(Path(path), arrays, header)
 
 
 def restore(arrays: dict[str, mx.array], header: dict[str, str]) -> tuple[Conversation, dict[str, str]]:

@@ -61,9 +61,6 @@ def _write(buffer: mx.array, rows: mx.array, start: int | mx.array) -> mx.array:
     return buffer
 
 
-def visible(q_positions: mx.array, length: int, window: int | None = None) -> mx.array:
-    """Boolean mask `[B, 1, T, length]`: the query at position p sees row j iff j <= p (and p - j < window)."""
-    rows = mx.arange(length)
-    q = q_positions[:, None, :, None]
-    mask = rows <= q
-    return mask if window is None else mask & (q - rows < window)
+def visible(q_positions: mx.array, length: int) -> mx.array:
+    """Boolean mask `[B, 1, T, length]`: the query at position p sees row j iff j <= p."""
+    return mx.arange(length) <= q_positions[:, None, :, None]

@@ -145,7 +145,4 @@ class LayerStates:
 def _arrays(layer: Layer) -> list[mx.array]:
     if layer is None:
         return []
-    if isinstance(layer, KV):
-        return list(layer)
-    tape = [] if layer.tape is None else [*layer.tape, layer.conv_rows]
-    return [layer.S, layer.conv, *tape]
+    return list(layer) if isinstance(layer, KV) else layer.arrays()

@@ -32,7 +32,11 @@ class Recurrent(NamedTuple):
         at = count[:, None] + mx.arange(keep)
         return mx.take_along_axis(rows, at[..., None], axis=1)
 
+    def arrays(self) -> list[mx.array]:
+        """Everything that the layer holds."""
+        tape = [] if self.tape is None else [*self.tape, self.conv_rows]
+        return [self.S, self.conv, *tape]
+
     @property
     def nbytes(self) -> int:
-        tape = [] if self.tape is None else [*self.tape, self.conv_rows]
-        return sum(x.nbytes for x in (self.S, self.conv, *tape))
+        return sum(x.nbytes for x in self.arrays())

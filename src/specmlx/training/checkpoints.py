@@ -1,6 +1,5 @@
 """Training checkpoints: parameters, optimizer state and step in one file, replaced atomically."""
 
-import os
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,17 +7,15 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
+from specmlx.formats.checkpoint import save_atomically
+
 
 def save_checkpoint(path: Path, step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
     """Write `path` (safetensors) so that a crash leaves the old file or the new one, never half of one."""
     arrays = {f"model.{k}": v for k, v in tree_flatten(model.trainable_parameters())}
     arrays |= {f"optimizer.{k}": v for k, v in tree_flatten(optimizer.state)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.partial.safetensors")
-    mx.save_safetensors(str(temporary), arrays, metadata={"step": str(step)})
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    save_atomically(path, arrays, {"step": str(step)})
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
