@@ -25,8 +25,11 @@ from specmlx.training.tokenizer import train_tokenizer
 HERE = Path(__file__).parent
 SEED = 20261130
 TARGET_STEPS = 4400
-# The order of months and of letters is in few questions: at the end they come six times as often as the others.
-REVISION, REVISION_STEPS = (*KINDS, *5 * ("calendar", "letters")), 500
+# The order of months and of letters is in few questions: at the end they come more often. Kinds and steps of each turn.
+REVISIONS = (
+    ((*KINDS, *5 * ("calendar", "letters")), 500),
+    ((*KINDS, *9 * ("calendar",), *5 * ("letters",), *2 * ("sum",)), 700),
+)
 # Drafters begin on the target as it was at one step, while it goes on learning, and end on the finished one.
 SNAPSHOT = 3000
 FIRST_STEPS, DRAFTER_STEPS = 900, 1000
@@ -138,13 +141,20 @@ def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
             save_float16(model, TARGET_CONFIG, work / "snapshot")
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
-    chats = PackedChats(tokenizer, SEED + 2, BATCH, 96, REVISION)
-    schedule = Schedule(5e-4, REVISION_STEPS, constant=0.3)
-    for record in train(model, next_token_loss, lambda step: _arrays(chats, step), schedule, work / "revision"):
-        if record["step"] % 50 == 0:
-            click.echo(json.dumps(record), err=True)
+    for turn in range(len(REVISIONS)):
+        revise(model, tokenizer, work, turn)
     model.eval()
     return model
+
+
+def revise(model: Model, tokenizer: Path, work: Path, turn: int) -> None:
+    """Train on one of `REVISIONS`, checkpointing in `work`."""
+    kinds, steps = REVISIONS[turn]
+    chats = PackedChats(tokenizer, SEED + 2 + turn, BATCH, 96, kinds)
+    schedule = Schedule(5e-4, steps, constant=0.3)
+    for record in train(model, next_token_loss, lambda step: _arrays(chats, step), schedule, work / f"revision{turn}"):
+        if record["step"] % 50 == 0:
+            click.echo(json.dumps(record), err=True)
 
 
 def _arrays(chats: PackedChats, step: int) -> tuple[mx.array, ...]:
