@@ -44,6 +44,7 @@ def test_the_text_is_the_plain_one_whatever_is_proposed(guess, width):
     assert stats.generation_tokens == 40
     assert stats.proposed == sum(run.target.passes) - stats.rounds
     assert stats.accepted == sum(n * rounds for n, rounds in enumerate(stats.accept_histogram))
+    assert stats.rows == sum(run.target.passes) and stats.draft_passes == sum(rows > 1 for rows in run.target.passes)
     if guess == "all":
         assert stats.rounds == math.ceil(40 / (width + 1))
         assert stats.accepted == 40 - stats.rounds
@@ -51,6 +52,13 @@ def test_the_text_is_the_plain_one_whatever_is_proposed(guess, width):
         assert stats.accepted == 0 and stats.rounds == 40
     if guess == "wrong at 3" and width > 3:
         assert stats.accept_histogram == [0, 0, 0, 10] and stats.acceptance_length == 4
+
+
+def test_context_is_what_was_in_the_state_before_each_pass():
+    run = Run().start(drafter=drafter(wrong_at(2)), width=4, max_tokens=12)
+    run.take()
+    before = len(PROMPT) - 1
+    assert run.stats.context == before + (before + 3) + (before + 6) + (before + 9)
 
 
 @pytest.mark.parametrize("tap_ids", [(), (0,)])

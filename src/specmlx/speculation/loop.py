@@ -99,7 +99,7 @@ def generate_tokens(
         drafted = _checked(proposal, target.vocab_size)
         accepted, bad_rows = outcome.accepted.item(), bad[0].tolist()
         given = [*drafted[:accepted], outcome.next_anchor.item()]
-        stats.begin_round(len(drafted))
+        stats.begin_round(len(drafted), context=len(conversation.processed))
 
         for n, token in enumerate(given):
             if bad_rows[n]:

@@ -10,6 +10,8 @@ class Stats:
     rounds: verify passes, each over the whole target once; prefill is apart.
     proposed: drafted tokens that were verified. accepted: drafted tokens that were delivered.
     accept_histogram: rounds by how many drafted tokens they delivered, index 0..width.
+    context: sum over rounds of the rows that were in the state before each round's own (keys are read up to there).
+    draft_passes: rounds with a proposal.
     mode: "speculative" or "plain"; reason: why it is plain, or why rows are handled one by one.
     """
 
@@ -22,16 +24,25 @@ class Stats:
     accept_histogram: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    context: int = 0
+    draft_passes: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows that the verify passes ran: each round's anchor and proposal."""
+        return self.rounds + self.proposed
 
     @property
     def acceptance_length(self) -> float:
         """Tokens delivered per round (τ); 0 before the first round."""
         return self.generation_tokens / self.rounds if self.rounds else 0.0
 
-    def begin_round(self, proposed: int) -> None:
-        """Count a verify pass over `proposed` drafted tokens, of which none is delivered yet."""
+    def begin_round(self, proposed: int, context: int = 0) -> None:
+        """Count a verify pass over `proposed` drafted tokens after `context` rows; none is delivered yet."""
         self.rounds += 1
         self.proposed += proposed
+        self.context += context
+        self.draft_passes += proposed > 0
         self._bin(0, +1)
         self._in_round = 0
 
