@@ -2,6 +2,7 @@
 
 import random
 from copy import deepcopy
+from importlib import import_module
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,6 +36,24 @@ TINY = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 
+EXPERTS = {
+    "model_type": "qwen3_5_moe",
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+NEXT = EXPERTS | {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [3],
+    "norm_topk_prob": True,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "rope_scaling": None,
+}
 
 # What the tests of the API run: two layers of each kind, and the vocabulary of `small_tokenizer`.
 SMALL = dict(num_hidden_layers=4, full_attention_interval=2, vocab_size=282)
@@ -65,14 +84,16 @@ def tiny(seed: int = 0, dtype: mx.Dtype = mx.float32, bits: int | None = None, *
 
 
 def mlx_lm_twin(model: Model, **changes):
-    """mlx-lm's own qwen3_5 with the very arrays of `model`."""
-    from mlx_lm.models import qwen3_5
-
+    """mlx-lm's own model of the same type with the very arrays of `model`."""
     # A copy, since mlx-lm renames a key of rope_parameters in place.
-    twin = qwen3_5.Model(qwen3_5.ModelArgs.from_dict(deepcopy(TINY | changes)))
+    config = deepcopy(TINY | changes)
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    twin = module.Model(module.ModelArgs.from_dict(config))
     if bits := next((m.bits for _, m in model.named_modules() if isinstance(m, nn.QuantizedLinear)), None):
         nn.quantize(twin, group_size=32, bits=bits)
-    twin.load_weights(tree_flatten(model.parameters()), strict=True)
+    nested = "language_model" in twin
+    weights = [(k if nested else k.removeprefix("language_model."), v) for k, v in tree_flatten(model.parameters())]
+    twin.load_weights(weights, strict=True)
     twin.eval()
     return twin
 

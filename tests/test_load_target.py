@@ -184,7 +184,7 @@ WRONG = {
     "config is a list": (lambda path: (path / "config.json").write_text("[]"), "list"),
     "empty config": (lambda path: (path / "config.json").write_text("{}"), "model_type None"),
     "not a hybrid": (lambda path: edit(path, model_type="llama"), "'llama'"),
-    "a mixture of experts": (lambda path: edit(path, model_type="qwen3_5_moe"), "'qwen3_5_moe'"),
+    "experts without sizes": (lambda path: edit(path, num_experts=4), "num_experts_per_tok"),
     "a drafter": (lambda path: edit(path, architectures=["DFlashDraftModel"]), "draft_model"),
     "config lacks a size": (lambda path: edit(path, hidden_size=None), "hidden_size"),
     "half a quantization": (lambda path: edit(path, quantization={"group_size": 32}), "bits"),

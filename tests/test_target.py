@@ -216,13 +216,13 @@ def test_a_tied_head_in_the_file_is_left_out():
         (dict(layer_types=[FULL] * 8), LINEAR),
         (dict(layer_types=[LINEAR] * 8), FULL),
         (dict(num_hidden_layers=2), FULL),
-        (dict(num_experts=8), "num_experts is 8"),
+        (dict(num_experts=8), "num_experts_per_tok is 0"),
         (dict(linear_num_key_heads=3), "linear_num_key_heads (3)"),
         (dict(hidden_size="64"), "hidden_size is '64'"),
         (dict(full_attention_interval=0), "full_attention_interval is 0"),
     ],
 )
-def test_a_geometry_that_is_no_dense_hybrid_is_refused_by_name(changes, word):
+def test_a_geometry_that_is_no_hybrid_is_refused_by_name(changes, word):
     with pytest.raises(ValueError) as error:
         HybridConfig.from_dict(TINY | changes)
     assert word in str(error.value) and "\n" not in str(error.value)

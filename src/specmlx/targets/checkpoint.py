@@ -11,11 +11,11 @@ from specmlx.formats.dense import column_major
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
 
-MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 
 
 def check_target(config: dict[str, Any], path: Path | str) -> None:
-    """Raise ValueError in one line unless `config` is a dense Qwen3.5-family hybrid's."""
+    """Raise ValueError in one line unless `config` is a Qwen3.5-family hybrid's."""
     architectures = " ".join(config.get("architectures") or [])
     if any(word in architectures for word in ("DFlash", "DSpark", "Speculator")):
         raise ValueError(f"{path} is a drafter ({architectures}), not a target: pass it as draft_model")
@@ -41,7 +41,7 @@ def load_target(
 ) -> tuple[Model, dict[str, Any]]:
     """The model of a checkpoint directory and its config; `dtype` overrides the dtype of the file's unpacked weights.
 
-    Raises ValueError in one line for what is not a dense hybrid, and for missing, extra, corrupt or truncated weights.
+    Raises ValueError in one line for what is not a hybrid, and for missing, extra, corrupt or truncated weights.
     """
     from mlx_lm.utils import load_adapters, load_model
 

@@ -1,12 +1,15 @@
-"""Geometry of a Qwen3.5-family text model."""
+"""Geometry of a Qwen3.5-family text model, dense or with mixtures of experts."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 LINEAR, FULL = "linear_attention", "full_attention"
-_REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+QWEN3_NEXT = "qwen3_next"
+_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_EXPERTS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 _SIZES = (
     *_REQUIRED,
+    "decoder_sparse_step",
     "num_key_value_heads",
     "linear_num_value_heads",
     "linear_num_key_heads",
@@ -19,13 +22,16 @@ _SIZES = (
 
 @dataclass
 class HybridConfig:
-    """The text part of a `qwen3_5` config.json, with Hugging Face's names and mlx-lm's defaults."""
+    """The text part of a `qwen3_5`, `qwen3_5_moe` or `qwen3_next` config.json: Hugging Face's names, mlx-lm's defaults.
+
+    `intermediate_size` is the dense MLPs' and may be 0 where every layer has experts.
+    """
 
     hidden_size: int
-    intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
     vocab_size: int
+    intermediate_size: int = 0
     model_type: str = "qwen3_5"
     num_key_value_heads: int = 8
     head_dim: int | None = None
@@ -41,6 +47,12 @@ class HybridConfig:
     full_attention_interval: int = 4
     layer_types: list[str] | None = None
     num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] = field(default_factory=list)
+    norm_topk_prob: bool = True
     rope_parameters: dict[str, Any] = field(
         default_factory=lambda: {"type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 0.25}
     )
@@ -72,23 +84,51 @@ class HybridConfig:
         for kind in (LINEAR, FULL):
             if kind not in self.layer_types:
                 raise ValueError(f"not a hybrid: no layer is {kind!r}; specmlx runs Gated DeltaNet hybrids")
-        if self.num_experts > 0:
-            raise ValueError(f"num_experts is {self.num_experts}: mixture-of-experts targets are not supported yet")
+        needed = [] if all(map(self.has_experts, range(self.num_hidden_layers))) else ["intermediate_size"]
+        needed += _EXPERTS if self.num_experts else ()
+        for name in needed:
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: it must be a positive integer")
+        if self.num_experts_per_tok > self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok is {self.num_experts_per_tok} but there are {self.num_experts} experts"
+            )
         if self.linear_num_value_heads % self.linear_num_key_heads:
             raise ValueError(
                 f"linear_num_value_heads ({self.linear_num_value_heads}) must be a multiple of "
                 f"linear_num_key_heads ({self.linear_num_key_heads})"
             )
 
+    @property
+    def fused_projections(self) -> bool:
+        """Whether q, k, v, z and b, a come out of one matrix each, a key head's share at a time (`qwen3_next`)."""
+        return self.model_type == QWEN3_NEXT
+
+    def has_experts(self, index: int) -> bool:
+        """Whether layer `index` has a mixture of experts for its MLP."""
+        if self.model_type != QWEN3_NEXT:
+            return self.num_experts > 0
+        sparse = (index + 1) % self.decoder_sparse_step == 0
+        return self.num_experts > 0 and sparse and index not in self.mlp_only_layers
+
     @classmethod
     def from_dict(cls, params: dict[str, Any]) -> "HybridConfig":
         """The text config of a whole config.json, or of its `text_config` part; unknown keys are ignored.
 
-        Raises ValueError where a required key is missing or the geometry is not a dense hybrid.
+        Raises ValueError where a required key is missing or the geometry is not a hybrid's.
         """
         text = {**params, **(params.get("text_config") or {})}
         text["model_type"] = params.get("model_type", text.get("model_type"))
+        if text["model_type"] == QWEN3_NEXT:
+            text.setdefault("norm_topk_prob", False)
+            text.setdefault("rope_parameters", _flat_rope(text))
         if missing := [key for key in _REQUIRED if key not in text]:
             raise ValueError(f"config.json lacks {', '.join(missing)}")
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in text.items() if key in known and value is not None})
+
+
+def _flat_rope(text: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of a config that has its parts at the top level."""
+    names = ("rope_theta", "partial_rotary_factor")
+    return {**(text.get("rope_scaling") or {}), **{name: text[name] for name in names if name in text}}

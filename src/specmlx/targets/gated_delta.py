@@ -36,14 +36,21 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = nn.Conv1d(
             self.conv_dim, self.conv_dim, kernel_size=self.conv_kernel_size, groups=self.conv_dim, bias=False
         )
-        self.in_proj_qkv = nn.Linear(config.hidden_size, self.conv_dim, bias=False)
-        self.in_proj_z = nn.Linear(config.hidden_size, self.value_dim, bias=False)
-        self.in_proj_b = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
-        self.in_proj_a = nn.Linear(config.hidden_size, self.num_v_heads, bias=False)
+        self._add_projections(config.hidden_size)
         self.dt_bias = mx.ones(self.num_v_heads)
         self.A_log = mx.log(mx.random.uniform(low=1e-3, high=16, shape=(self.num_v_heads,)))
         self.norm = RMSNormGated(self.head_v_dim, eps=config.rms_norm_eps)
         self.out_proj = nn.Linear(self.value_dim, config.hidden_size, bias=False)
+
+    def _add_projections(self, dims: int) -> None:
+        self.in_proj_qkv = nn.Linear(dims, self.conv_dim, bias=False)
+        self.in_proj_z = nn.Linear(dims, self.value_dim, bias=False)
+        self.in_proj_b = nn.Linear(dims, self.num_v_heads, bias=False)
+        self.in_proj_a = nn.Linear(dims, self.num_v_heads, bias=False)
+
+    def _inputs(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """q, k and v side by side `[B, T, C]`, z `[B, T, Hv Dv]`, b and a `[B, T, Hv]` of rows `[B, T, D]`."""
+        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
 
     def empty(self, batch: int, dtype: mx.Dtype) -> Recurrent:
         """The state before the first row."""
@@ -54,22 +61,23 @@ class GatedDeltaNet(nn.Module):
 
     def prefill(self, x: mx.array, state: Recurrent, block: int = GRID) -> tuple[mx.array, Recurrent]:
         """Rows `[B, T, D]` that are all kept, in blocks from the first row on; `state` has no tape."""
-        q, k, v, log_g, beta, conv_input = self._project(x, state.conv)
+        q, k, v, log_g, beta, conv_input, z = self._project(x, state.conv)
         y, S = delta_rule(state.S, q, k, v, log_g, beta, block)
         conv = mx.contiguous(conv_input[:, -(self.conv_kernel_size - 1) :])
-        return self._output(y, x), Recurrent(S, conv)
+        return self._output(y, z), Recurrent(S, conv)
 
     def verify(self, x: mx.array, state: Recurrent, count: int | mx.array) -> tuple[mx.array, Recurrent]:
         """Rows `[B, T, D]` of which none is kept yet, after the first `count` rows of the last pass were."""
         base = state.folded(count)
-        q, k, v, log_g, beta, conv_input = self._project(x, base.conv)
+        q, k, v, log_g, beta, conv_input, z = self._project(x, base.conv)
         y, _, tape = steps(base.S, q, k, v, mx.exp(log_g), beta)
         conv_rows = conv_input[:, self.conv_kernel_size - 1 :]
-        return self._output(y, x), base._replace(tape=tape, conv_rows=conv_rows)
+        return self._output(y, z), base._replace(tape=tape, conv_rows=conv_rows)
 
     def _project(self, x: mx.array, conv: mx.array):
         B, T, _ = x.shape
-        conv_input = mx.concatenate([conv, self.in_proj_qkv(x)], axis=1)
+        qkv, z, b, a = self._inputs(x)
+        conv_input = mx.concatenate([conv, qkv], axis=1)
         q, k, v = mx.split(nn.silu(self._conv(conv_input, T)), [self.key_dim, 2 * self.key_dim], axis=-1)
         q = q.reshape(B, T, self.num_k_heads, self.head_k_dim)
         k = k.reshape(B, T, self.num_k_heads, self.head_k_dim)
@@ -79,8 +87,8 @@ class GatedDeltaNet(nn.Module):
         eps = 1e-6 * scale**2
         q = scale**2 * mx.fast.rms_norm(q, None, eps)
         k = scale * mx.fast.rms_norm(k, None, eps)
-        log_g = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(self.in_proj_a(x) + self.dt_bias)
-        return q, k, v, log_g, mx.sigmoid(self.in_proj_b(x)), conv_input
+        log_g = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(a + self.dt_bias)
+        return q, k, v, log_g, mx.sigmoid(b), conv_input, z
 
     def _conv(self, conv_input: mx.array, T: int) -> mx.array:
         if not self.training:
@@ -89,7 +97,22 @@ class GatedDeltaNet(nn.Module):
         weight = self.conv1d.weight
         return sum(conv_input[:, i : i + T] * weight[:, i, 0] for i in range(self.conv_kernel_size))
 
-    def _output(self, y: mx.array, x: mx.array) -> mx.array:
+    def _output(self, y: mx.array, z: mx.array) -> mx.array:
+        return self.out_proj(self.norm(y, z.reshape(y.shape)).reshape(z.shape))
+
+
+class FusedGatedDeltaNet(GatedDeltaNet):
+    """The layer of `qwen3_next`: one matrix for q, k, v, z and one for b, a; a key head's rows lie together."""
+
+    def _add_projections(self, dims: int) -> None:
+        self.in_proj_qkvz = nn.Linear(dims, self.conv_dim + self.value_dim, bias=False)
+        self.in_proj_ba = nn.Linear(dims, 2 * self.num_v_heads, bias=False)
+
+    def _inputs(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         B, T, _ = x.shape
-        z = self.in_proj_z(x).reshape(B, T, self.num_v_heads, self.head_v_dim)
-        return self.out_proj(self.norm(y, z).reshape(B, T, -1))
+        heads = self.num_v_heads // self.num_k_heads
+        ends = [self.head_k_dim, 2 * self.head_k_dim, 2 * self.head_k_dim + heads * self.head_v_dim]
+        qkvz = mx.split(self.in_proj_qkvz(x).reshape(B, T, self.num_k_heads, -1), ends, axis=-1)
+        ba = mx.split(self.in_proj_ba(x).reshape(B, T, self.num_k_heads, -1), 2, axis=-1)
+        q, k, v, z, b, a = (part.reshape(B, T, -1) for part in (*qkvz, *ba))
+        return mx.concatenate([q, k, v], axis=-1), z, b, a

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 
 from specmlx.drafters.proposal import Drafter
 from specmlx.kernels.gated_delta import GRID
@@ -15,22 +14,12 @@ from specmlx.state.layers import Layer, LayerStates, Origin, Pass
 from specmlx.targets import stock
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import LINEAR, HybridConfig
-from specmlx.targets.gated_delta import GatedDeltaNet
+from specmlx.targets.gated_delta import FusedGatedDeltaNet, GatedDeltaNet
+from specmlx.targets.mlp import make_mlp
 from specmlx.targets.weights import sanitize
 
 # Through mlx-lm's interface, passes of up to this many rows are stepped, as decoding is; longer ones are prefill.
 _STEPPED = 16
-
-
-class MLP(nn.Module):
-    def __init__(self, dims: int, hidden_dims: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(dims, hidden_dims, bias=False)
-        self.up_proj = nn.Linear(dims, hidden_dims, bias=False)
-        self.down_proj = nn.Linear(hidden_dims, dims, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -38,12 +27,12 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.is_linear = config.layer_types[index] == LINEAR
         if self.is_linear:
-            self.linear_attn = GatedDeltaNet(config)
+            self.linear_attn = (FusedGatedDeltaNet if config.fused_projections else GatedDeltaNet)(config)
         else:
             self.self_attn = Attention(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.mlp = make_mlp(config, index)
 
     def __call__(self, x: mx.array, mixer: Callable) -> tuple[mx.array, object]:
         """x plus its mixer's output plus its MLP's; `mixer(normed x)` also returns the layer's new state."""
@@ -86,7 +75,7 @@ class TextModel(nn.Module):
 
 
 class Model(nn.Module):
-    """A hybrid target (mlx-lm's `qwen3_5`, dense)."""
+    """A hybrid target (mlx-lm's `qwen3_5`, `qwen3_5_moe` and `qwen3_next`)."""
 
     def __init__(self, config: HybridConfig):
         super().__init__()
