@@ -28,7 +28,9 @@ class StandInTarget:
 
 
 class Greedy:
-    """Takes the largest logit, and keeps the logits that it was shown by slot."""
+    """Takes the largest logit, slot by slot, and keeps the logits that it was shown."""
+
+    greedy = False
 
     def __init__(self):
         self.shown: dict[int, mx.array] = {}
@@ -61,9 +63,12 @@ def case_weights(case: str) -> dict[str, mx.array]:
     """The tensors that this case's publisher puts in the file."""
     weights = golden_weights()
     plain = weights.pop("confidence_head.plain.weight")
+    dflash2 = {name: weights.pop(name) for name in list(weights) if "_conv." in name or "selector." in name}
     if case == "dspark":
         return weights
     weights = {name: w for name, w in weights.items() if not name.startswith(("embed_tokens", "lm_head"))}
+    if case.startswith("dflash2"):
+        return {name: w for name, w in {**weights, **dflash2}.items() if not name.startswith(("markov", "confidence"))}
     if case.startswith("dflash"):
         return {name: w for name, w in weights.items() if not name.startswith(("markov", "confidence"))}
     return {**weights, "confidence_head.proj.weight": plain}

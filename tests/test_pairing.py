@@ -21,11 +21,12 @@ from mlx.utils import tree_flatten
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.config import DrafterConfig, default_taps
 from specmlx.drafters.dflash import DFlash
+from specmlx.drafters.dflash2 import DFlash2
 from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.pairing import check_pair
 
 TARGET = golden_target().config
-DFLASH, DSPARK, RADIXARK = (golden_config(case) for case in ("dflash_full", "dspark", "dspark_yarn"))
+DFLASH, DFLASH2, DSPARK, RADIXARK = map(golden_config, ("dflash_full", "dflash2_full", "dspark", "dspark_yarn"))
 
 
 def nested(config: dict, **changes) -> dict:
@@ -43,7 +44,7 @@ def propose(drafter) -> mx.array:
 # The pair
 
 
-@pytest.mark.parametrize("config", [DFLASH, DSPARK, RADIXARK])
+@pytest.mark.parametrize("config", [DFLASH, DFLASH2, DSPARK, RADIXARK])
 def test_a_pair_that_fits_has_no_reasons_against_it(config):
     assert check_pair(config, TARGET) == []
     assert check_pair(DrafterConfig.from_dict(config), TARGET) == []
@@ -130,8 +131,10 @@ def test_what_a_copy_of_the_targets_config_says_of_the_target_is_passed_over():
     [
         ({**DFLASH, "speculators_model_type": "dflash"}, r"a speculators package \(dflash\)"),
         ({"speculators_config": {"algorithm": "dspark"}}, r"a speculators package \(dspark\)"),
-        ({**DFLASH, "architectures": ["DFlash2DraftModel"]}, "a DFlash 2 drafter"),
-        (nested(DFLASH, selector_rank=256), "a DFlash 2 drafter"),
+        ({**DFLASH, "architectures": ["DFlash2DraftModel"]}, "conv_kernel_size must be a positive whole number"),
+        (nested(DFLASH, selector_rank=256), "which of both is it"),
+        (nested(DFLASH2, conv_group_size=24), "conv_group_size is 24: it must divide hidden_size 64"),
+        (nested(DFLASH2, selector_top_k=97), "selector_top_k is 97: the vocabulary has 96"),
         ({**DSPARK, "markov_head_type": "gated"}, "the 'gated' Markov head"),
         ({**DSPARK, "markov_head_type": "rnn"}, "the 'rnn' Markov head"),
         ({**DSPARK, "draft_vocab_size": 32}, r"a reduced vocabulary \(draft_vocab_size 32 of 96\)"),
@@ -167,7 +170,10 @@ def test_what_can_not_be_loaded_yet_is_named_in_one_line(config, says):
 # The files
 
 
-@pytest.mark.parametrize(("case", "kind"), [("dflash_sliding", DFlash), ("dspark", DSpark), ("dspark_yarn", DSpark)])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [("dflash_sliding", DFlash), ("dflash2_sliding", DFlash2), ("dspark", DSpark), ("dspark_yarn", DSpark)],
+)
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_a_directory_loads_by_the_publishers_names(case, kind, prefix, tmp_path):
     weights = {prefix + name: weight for name, weight in case_weights(case).items()}
@@ -210,6 +216,14 @@ def test_the_pair_is_judged_before_any_weight_is_read(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not read")
     with pytest.raises(ValueError, match="can't serve this target: hidden size: the drafter's is 32, the target's 64"):
         load_drafter(tmp_path, golden_target())
+
+
+def test_codebooks_load_by_the_names_that_z_lab_gives_them_in_memory_too(tmp_path):
+    weights = {
+        name + ".weight" * name.endswith("codebook"): weight for name, weight in case_weights("dflash2_full").items()
+    }
+    drafter = load_drafter(write_drafter(tmp_path, DFLASH2, weights), golden_target(), mx.float32)
+    assert mx.array_equal(propose(drafter), propose(golden_drafter("dflash2_full"))).item()
 
 
 def test_missing_extra_and_misshapen_tensors_are_listed(tmp_path):

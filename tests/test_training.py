@@ -17,8 +17,9 @@ BLOCK, TAPS, LENGTH = 4, [1, 3], 40
 
 
 def drafter_of(kind: str, target):
+    names = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
     config = {
-        "architectures": [{"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}[kind]],
+        "architectures": [names[kind]],
         "model_type": "qwen3",
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -33,6 +34,10 @@ def drafter_of(kind: str, target):
         "target_layer_ids": TAPS,
         "mask_token_id": 90,
         "dflash_config": {"target_layer_ids": TAPS, "mask_token_id": 90},
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 8,
+        "selector_top_k": 5,
         "markov_rank": 8,
         "markov_head_type": "vanilla",
         "enable_confidence_head": True,
@@ -40,7 +45,14 @@ def drafter_of(kind: str, target):
     if kind == "dspark":
         del config["dflash_config"]
     mx.random.seed(5)
-    return build(DrafterConfig.from_dict(config), target)
+    drafter = build(DrafterConfig.from_dict(config), target)
+    if kind == "dflash2":
+        for layer in drafter.model.layers:
+            for conv in (layer.attention_conv, layer.mlp_conv):
+                conv.kernel_projection.weight = 0.1 * mx.random.normal(conv.kernel_projection.weight.shape)
+        selector = drafter.model.candidate_selector
+        selector.predecessor_codebook, selector.successor_codebook = mx.random.normal((2, TINY["vocab_size"], 8))
+    return drafter
 
 
 def sample():
@@ -53,7 +65,7 @@ def sample():
 
 def one_by_one(drafter, target, terms: DraftLoss, ids, weights, anchors) -> float:
     """The loss by a loop over sequences, anchors and slots, from the formulas."""
-    dspark = drafter.config.kind == "dspark"
+    dspark, dflash2 = drafter.config.kind == "dspark", drafter.config.kind == "dflash2"
     above, below = 0.0, 0.0
     for row in range(len(anchors)):
         hidden, features = target.features(ids[row : row + 1, :-1], drafter.tap_ids)
@@ -84,26 +96,41 @@ def one_by_one(drafter, target, terms: DraftLoss, ids, weights, anchors) -> floa
                     c = 1 / (1 + np.exp(-drafter.model.confidence_head(h_k, w1).item()))
                     kept = 1 - distance / 2
                     value -= terms.confidence * (kept * np.log(c) + (1 - kept) * np.log(1 - c))
+                if dflash2:
+                    value += terms.selector * choice_loss(drafter, h_k, logits, text[at], int(p.argmax()))
                 above += value * np.exp(-k / terms.decay)
                 below += np.exp(-k / terms.decay)
     return above / below
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def choice_loss(drafter, h, logits, before: int, label: int) -> float:
+    """Cross-entropy of the label among the candidates after the token before it, from DFlash 2's formulas."""
+    selector, U = drafter.model.candidate_selector, np.array(logits, np.float64)
+    candidates = np.argsort(-U)[: selector.top_k].tolist()
+    if label not in candidates:
+        candidates[-1] = label
+    A, B = (np.array(x, np.float64) for x in (selector.predecessor_codebook, selector.successor_codebook))
+    z = np.array(selector.hidden_projection(h), np.float64)
+    scores = {b: U[b] + sum(A[before] * z * B[b]) for b in candidates}
+    return np.log(sum(np.exp(s) for s in scores.values())) - scores[label]
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_the_packed_loss_is_that_of_one_block_after_the_other(kind):
     target = tiny(3)
     drafter = drafter_of(kind, target)
-    terms = DraftLoss(token=0.2, soft=0.3, l1=0.4, confidence=0.5)
+    terms = DraftLoss(token=0.2, soft=0.3, l1=0.4, confidence=0.5, selector=0.6)
     ids, weights, anchors = sample()
     packed, _ = draft_loss(drafter, target, terms)(drafter.model, ids, mx.array(weights), mx.array(anchors))
     assert packed.item() == pytest.approx(one_by_one(drafter, target, terms, ids, weights, anchors), rel=2e-5)
 
 
-def test_only_the_drafter_learns_and_every_tensor_of_it_does():
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_only_the_drafter_learns_and_every_tensor_of_it_does(kind):
     target = tiny(3)
-    drafter = drafter_of("dspark", target)
+    drafter = drafter_of(kind, target)
     ids, weights, anchors = sample()
-    loss = draft_loss(drafter, target, DraftLoss(token=0.1, l1=0.9, confidence=1.0))
+    loss = draft_loss(drafter, target, DraftLoss(token=0.1, l1=0.9, confidence=1.0, selector=1.0))
     before = {k: mx.array(v) for k, v in tree_flatten(target.parameters())}
     _, gradients = nn.value_and_grad(drafter.model, loss)(drafter.model, ids, mx.array(weights), mx.array(anchors))
     still = [name for name, g in tree_flatten(gradients) if not mx.abs(g).max().item() > 0]

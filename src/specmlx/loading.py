@@ -89,7 +89,7 @@ def resolve(path_or_hf_repo: str, revision: str | None = None, local_only: bool 
 
 def _demo(name: str) -> Path:
     here = Path(__file__).parent / "demo"
-    known = {"demo": "target", "demo/dflash": "dflash", "demo/dspark": "dspark"}
+    known = {"demo": "target", "demo/dflash": "dflash", "demo/dflash2": "dflash2", "demo/dspark": "dspark"}
     if name not in known:
         raise ValueError(f"no demo part named {name!r}: there are {', '.join(known)}")
     return here / known[name]

@@ -2,24 +2,26 @@
 makes of it.
 
 Run once, with `pip install torch transformers safetensors` and `pip install --no-deps dflash==0.1.0` (z-lab's
-torch DFlash), and a clone of github.com/deepseek-ai/DeepSpec (torch DSpark; afdfa7c was used) on PYTHONPATH, from the
-repository root:
+torch DFlash and DFlash 2), and a clone of github.com/deepseek-ai/DeepSpec (torch DSpark; afdfa7c was used) on
+PYTHONPATH, from the repository root:
 
     PYTHONPATH=../DeepSpec python tests/goldens/make_drafter_goldens.py
 
 `weights.safetensors` (float16) holds the tensors of all cases: a case's file is a choice of them.
 `configs.json` has each case's config.json. `expected.safetensors` holds taps `features` [N, F], `rows`
 [rounds] (how many rows are committed before each round), `anchors` [rounds], and for each case logits
-[rounds, γ, V], tokens [rounds, γ], confidence [rounds, γ]. Rounds commit 1, 2 and a block of rows, with
+[rounds, γ, V] (DFlash 2: the scores on the greedy walk, -inf but at the candidates), tokens [rounds, γ], confidence
+[rounds, γ]. Rounds commit 1, 2 and a block of rows, with
 contexts below, at and above the window.
 """
 
 import json
 from pathlib import Path
 
+import dflash.model
 import torch
 from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel
-from dflash.model import DFlashDraftModel, _crop_to, _make_cache
+from dflash.model import DFlash2DraftModel, DFlashDraftModel, _crop_to, _make_cache
 from safetensors.torch import save_file
 from transformers import DynamicCache, Qwen3Config
 
@@ -60,6 +62,8 @@ DEEPSPEC = dict(
     tie_word_embeddings=False,
     layer_types=[F, F],
 )
+SELECTOR = dict(TAPS, conv_kernel_size=2, conv_group_size=16, selector_rank=8, selector_top_k=8)
+DFLASH2 = dict(DFLASH, architectures=["DFlash2DraftModel"], is_causal=False, dflash_config=SELECTOR)
 SCALED = dict(TAPS, input_embedding_scale=1.5, output_multiplier=2.0, final_logit_softcapping=4.0)
 
 CASES = {
@@ -68,6 +72,14 @@ CASES = {
     "dflash_sliding_bidirectional": dict(DFLASH, layer_types=[S, S], is_causal=False),
     "dflash_causal_scaled": dict(DFLASH, layer_types=[F, F], is_causal=True, dflash_config=SCALED),
     "dflash_yarn": dict(DFLASH, layer_types=[S, F], rope_parameters=YARN),
+    "dflash2_full": dict(DFLASH2, layer_types=[F, F]),
+    "dflash2_sliding": dict(DFLASH2, layer_types=[S, S]),
+    "dflash2_causal_scaled": dict(
+        DFLASH2,
+        layer_types=[S, F],
+        is_causal=None,
+        dflash_config=dict(SELECTOR, input_embedding_scale=1.5, output_multiplier=2.0, final_logit_softcapping=4.0),
+    ),
     "dspark": DEEPSPEC,
     "dspark_yarn": dict(DEEPSPEC, rope_parameters=YARN, confidence_head_with_markov=False),
 }
@@ -97,6 +109,15 @@ def random_weights() -> dict[str, torch.Tensor]:
         else:
             value = 1.5 * normal / shape[-1] ** 0.5
         weights[name] = value.half()
+    torch.manual_seed(2)
+    selective = DFlash2DraftModel(qwen3_config(DFLASH2)).named_parameters()
+    for name, shape in sorted((name, p.shape) for name, p in selective if name not in weights):
+        if "base_kernel" in name:
+            value = 0.5 + 0.5 * torch.randn(shape)
+        else:
+            value = torch.randn(shape) / (1 if "codebook" in name else shape[-1] ** 0.5)
+        # The files' names; z-lab's from_pretrained adds the .weight.
+        weights[name.replace("codebook.weight", "codebook")] = value.half()
     return weights
 
 
@@ -106,7 +127,7 @@ def qwen3_config(config: dict) -> Qwen3Config:
 
 def loaded(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
     names = dict(model.named_parameters())
-    chosen = {name: weights[name].float() for name in names}
+    chosen = {name: weights[name.replace("codebook.weight", "codebook")].float() for name in names}
     if "confidence_head.proj.weight" in names and names["confidence_head.proj.weight"].shape[1] == HIDDEN:
         chosen["confidence_head.proj.weight"] = weights["confidence_head.plain.weight"].float()
     model.load_state_dict(chosen, strict=True)
@@ -121,7 +142,8 @@ def rounds():
 
 
 def run_dflash(config: dict, weights: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
-    model = loaded(DFlashDraftModel(qwen3_config(config)), weights)
+    selective = "selector_rank" in config["dflash_config"]
+    model = loaded((DFlash2DraftModel if selective else DFlashDraftModel)(qwen3_config(config)), weights)
     embed, head = weights["embed_tokens.weight"].float(), weights["lm_head.weight"].float()
     cache = _make_cache(model.config)
     scale = config["dflash_config"].get("input_embedding_scale", 1.0)
@@ -136,10 +158,27 @@ def run_dflash(config: dict, weights: dict[str, torch.Tensor]) -> dict[str, list
             use_cache=True,
         )
         _crop_to(cache, end)
-        logits = model.compute_logits(hidden[:, 1:], lambda h: torch.nn.functional.linear(h, head))
+        if selective:
+            tokens, logits = walk(model, hidden[:, 1:], torch.tensor([anchor]), head)
+        else:
+            logits = model.compute_logits(hidden[:, 1:], lambda h: torch.nn.functional.linear(h, head))
+            tokens = logits.argmax(-1)
         result["logits"].append(logits[0])
-        result["tokens"].append(logits[0].argmax(-1).int())
+        result["tokens"].append(tokens[0].int())
     return result
+
+
+def walk(model, hidden, anchor, head):
+    """DFlash 2's greedy walk. Its scores leave z-lab's code only as what a sampler is given, so one that takes the
+    largest writes them down."""
+    seen = []
+    sampling = dflash.model._sampling_probs, dflash.model._sample_probs
+    dflash.model._sampling_probs = lambda scores, temperature: seen.append(scores) or scores.softmax(-1)
+    dflash.model._sample_probs = lambda q: q.argmax(-1)
+    tokens, candidates, _ = model.propose(hidden, anchor, lambda h: torch.nn.functional.linear(h, head), 1.0)
+    dflash.model._sampling_probs, dflash.model._sample_probs = sampling
+    everywhere = torch.full((*candidates.shape[:2], VOCAB), -torch.inf)
+    return tokens, everywhere.scatter(-1, candidates, torch.cat(seen, dim=1))
 
 
 def run_dspark(config: dict, weights: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:

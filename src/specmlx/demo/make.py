@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from specmlx.demo.data import VOCABULARY, PackedChats, tokenizer_texts
 from specmlx.demo.tasks import KINDS
 from specmlx.drafters.block_drafter import BlockDrafter
-from specmlx.drafters.checkpoint import build
-from specmlx.drafters.config import DrafterConfig
+from specmlx.drafters.checkpoint import build, load_drafter
+from specmlx.drafters.config import DFLASH2, DrafterConfig
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
@@ -32,7 +32,8 @@ REVISIONS = (
 )
 # Drafters begin on the target as it was at one step, while it goes on learning, and end on the finished one.
 SNAPSHOT = 3000
-FIRST_STEPS, DRAFTER_STEPS = 900, 1000
+FIRST_STEPS = 900
+DRAFTER_STEPS = {"dflash": 1000, "dflash2": 500, "dspark": 1000}
 BATCH, LENGTH = 8, 256
 DRAFTER_LENGTH, ANCHORS = 128, 24
 # Until which step, row length, kinds. To copy a name is learned from one kind in a minute, from all not in an hour.
@@ -90,6 +91,19 @@ DRAFTER_CONFIGS = {
         "block_size": 8,
         "dflash_config": _TAPS,
     },
+    "dflash2": {
+        **_DRAFTER,
+        "architectures": ["DFlash2DraftModel"],
+        "block_size": 8,
+        "is_causal": False,
+        "dflash_config": {
+            **_TAPS,
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 32,
+            "selector_top_k": 16,
+        },
+    },
     "dspark": {
         **_DRAFTER,
         **_TAPS,
@@ -101,7 +115,11 @@ DRAFTER_CONFIGS = {
         "confidence_head_with_markov": True,
     },
 }
-LOSSES = {"dflash": DraftLoss(soft=0.5, l1=0.5), "dspark": DraftLoss(soft=0.5, l1=0.5, confidence=0.1)}
+LOSSES = {
+    "dflash": DraftLoss(soft=0.5, l1=0.5),
+    "dflash2": DraftLoss(soft=0.5, l1=0.5, selector=1.0),
+    "dspark": DraftLoss(soft=0.5, l1=0.5, confidence=0.1),
+}
 
 
 def new_target() -> Model:
@@ -162,13 +180,23 @@ def _arrays(chats: PackedChats, step: int) -> tuple[mx.array, ...]:
     return mx.array(tokens), mx.array(weights)
 
 
-def train_drafter(kind: str, snapshot: Path, target_path: Path, work: Path, steps: int) -> BlockDrafter:
-    """Train a drafter of `kind` on the target's snapshot, then on the finished target, checkpointing in `work`."""
+def train_drafter(kind: str, out: Path, work: Path, steps: int) -> BlockDrafter:
+    """Train a drafter of `kind` on the target in `out`, checkpointing in `work`.
+
+    DFlash 2 begins with the trained DFlash's trunk, which it is at first; the others with a lesson on the snapshot.
+    """
     mx.random.seed(SEED + 1)
-    drafter = build(DrafterConfig.from_dict(DRAFTER_CONFIGS[kind]), load_target(snapshot, dtype=mx.float32)[0])
-    _draft_lesson(drafter, target_path, work / f"{kind}-first", Schedule(4e-3, FIRST_STEPS, constant=1.0))
-    drafter = type(drafter)(drafter.model, load_target(target_path, dtype=mx.float32)[0])
-    _draft_lesson(drafter, target_path, work / kind, Schedule(4e-3, steps, constant=0.2))
+    target = load_target(out / "target", dtype=mx.float32)[0]
+    config = DrafterConfig.from_dict(DRAFTER_CONFIGS[kind])
+    if kind == DFLASH2:
+        drafter = build(config, target)
+        trunk = load_drafter(out / "dflash", target, mx.float32).model
+        drafter.model.load_weights(tree_flatten(trunk.parameters()), strict=False)
+    else:
+        drafter = build(config, load_target(work / "snapshot", dtype=mx.float32)[0])
+        _draft_lesson(drafter, out / "target", work / f"{kind}-first", Schedule(4e-3, FIRST_STEPS, constant=1.0))
+        drafter = type(drafter)(drafter.model, target)
+    _draft_lesson(drafter, out / "target", work / kind, Schedule(4e-3, steps, constant=0.2))
     return drafter
 
 
@@ -196,7 +224,7 @@ def save_float16(model, config: dict, directory: Path) -> None:
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["tokenizer", "target", "dflash", "dspark", "all"]))
+@click.argument("what", type=click.Choice(["tokenizer", "target", *DRAFTER_CONFIGS, "all"]))
 @click.option("--work", type=click.Path(path_type=Path), required=True, help="Where checkpoints and logs go.")
 @click.option("--steps", type=int, default=None, help="Other than the steps that the embedded pair took.")
 @click.option("--out", type=click.Path(path_type=Path), default=HERE, help="Where the pair goes: target/, dflash/, …")
@@ -207,9 +235,9 @@ def main(what: str, work: Path, steps: int | None, out: Path) -> None:
     if what in ("target", "all"):
         target = train_target(out / "target", work, steps or TARGET_STEPS)
         save_float16(target, TARGET_CONFIG, out / "target")
-    for kind in ("dflash", "dspark"):
+    for kind in DRAFTER_CONFIGS:
         if what in (kind, "all"):
-            drafter = train_drafter(kind, work / "snapshot", out / "target", work, steps or DRAFTER_STEPS)
+            drafter = train_drafter(kind, out, work, steps or DRAFTER_STEPS[kind])
             save_float16(drafter.model, DRAFTER_CONFIGS[kind], out / kind)
 
 

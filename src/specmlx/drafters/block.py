@@ -73,12 +73,12 @@ class Layer(nn.Module):
 class BlockTrunk(nn.Module):
     """A drafter's own weights, by the publishers' names (arXiv 2602.06036). Norms are plain: w, not 1 + w."""
 
-    def __init__(self, config: DrafterConfig):
+    def __init__(self, config: DrafterConfig, layer: Callable[[DrafterConfig], Layer] = Layer):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
+        self.layers = [layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     @property

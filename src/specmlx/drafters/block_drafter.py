@@ -112,6 +112,11 @@ class BlockDrafter:
         x = x.astype(self.model.dtype)
         return self.model.run(x, positions, [joins[i] for i in order], [masks[i] for i in order])
 
+    def slots_hidden(self, context: Context, anchor: mx.array, width: int) -> mx.array:
+        """Normed rows `[B, width, hidden]` of the first slots. The whole block runs: its rows see one another."""
+        first = self.config.first_row
+        return self.block_hidden(context, anchor)[:, first : first + width]
+
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits `[..., V]` of normed rows `[..., hidden]`: target's head, drafter's multiplier, soft cap."""
         logits = self.target.lm_head(hidden.astype(self.target_dtype))

@@ -1,4 +1,4 @@
-"""Drafters from a directory: z-lab's DFlash, deepseek-ai's and RadixArk's DSpark, mlx exports of these."""
+"""Drafters from a directory: z-lab's DFlash and DFlash 2, deepseek-ai's and RadixArk's DSpark, mlx exports of these."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +10,9 @@ from mlx.utils import tree_flatten
 
 from specmlx.drafters.block import BlockTrunk
 from specmlx.drafters.block_drafter import BlockDrafter, Target
-from specmlx.drafters.config import DSPARK, DrafterConfig
+from specmlx.drafters.config import DFLASH2, DSPARK, DrafterConfig
 from specmlx.drafters.dflash import DFlash
+from specmlx.drafters.dflash2 import DFlash2, DFlash2Trunk
 from specmlx.drafters.dspark import DSpark, DSparkTrunk
 from specmlx.drafters.pairing import check_pair
 from specmlx.formats.checkpoint import read_config, weight_files
@@ -19,6 +20,8 @@ from specmlx.formats.dense import column_major
 
 PREFIX = "model."
 SHARED = ("embed_tokens.", "lm_head.")
+# Bare in files, modules with a weight in z-lab's memory.
+CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
 
 def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None) -> BlockDrafter:
@@ -35,7 +38,7 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
         raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
     parsed = DrafterConfig.from_dict(config)
     weights = read_weights(path)
-    weights = {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
+    weights = {_renamed(name): weight for name, weight in weights.items()}
     weights = {name: weight for name, weight in weights.items() if not _is_shared(name, weight, parsed)}
     if parsed.enable_confidence_head is None:
         has_head = any(name.startswith("confidence_head.") for name in weights)
@@ -57,6 +60,8 @@ def build(config: DrafterConfig, target: Target) -> BlockDrafter:
     """A drafter with random weights, as training begins with."""
     if config.kind == DSPARK:
         return DSpark(DSparkTrunk(config), target)
+    if config.kind == DFLASH2:
+        return DFlash2(DFlash2Trunk(config), target)
     return DFlash(BlockTrunk(config), target)
 
 
@@ -69,6 +74,12 @@ def read_weights(path: Path) -> dict[str, mx.array]:
         except RuntimeError as error:
             raise ValueError(f"{file} can't be read: {error}") from None
     return weights
+
+
+def _renamed(name: str) -> str:
+    name = name.removeprefix(PREFIX)
+    stem = name.removesuffix(".weight")
+    return stem if stem in CODEBOOKS else name
 
 
 def _is_shared(name: str, weight: mx.array, config: DrafterConfig) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 
 from specmlx.drafters.rope import ROPE_TYPES, rope_type
 
-DFLASH, DSPARK = "dflash", "dspark"
+DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT_BLOCK = 16
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -13,10 +13,12 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """A DFlash (arXiv 2602.06036) or DSpark (arXiv 2607.05147) drafter, with the publishers' names.
+    """A DFlash (arXiv 2602.06036), DFlash 2 or DSpark (arXiv 2607.05147) drafter, with the publishers' names.
 
     target_layer_ids: 0-based layers of the target whose OUTPUT is tapped (hidden_states[i + 1] elsewhere).
-    block_size: rows that the drafter runs. DFlash's first, the anchor's, proposes nothing; DSpark's does.
+    block_size: rows that the drafter runs.
+    sample_from_anchor: whether the first of them, the anchor's, proposes the token after it (DSpark), or nothing
+        and every other row the token at its own position (DFlash, DFlash 2).
     windows: each layer's sliding window, None where it attends to everything.
     """
 
@@ -33,6 +35,7 @@ class DrafterConfig:
     target_layer_ids: tuple[int, ...]
     windows: tuple[int | None, ...]
     rope_theta: float
+    sample_from_anchor: bool
     rms_norm_eps: float = 1e-6
     num_target_layers: int | None = None
     is_causal: bool | None = None
@@ -42,6 +45,10 @@ class DrafterConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
     markov_rank: int = 0
     enable_confidence_head: bool | None = None
     confidence_head_with_markov: bool = True
@@ -50,7 +57,12 @@ class DrafterConfig:
     @property
     def max_width(self) -> int:
         """γ, the tokens of a whole proposal: DFlash block - 1, DSpark block."""
-        return self.block_size - 1 if self.kind == DFLASH else self.block_size
+        return self.block_size - self.first_row
+
+    @property
+    def first_row(self) -> int:
+        """The first row of the block that proposes a token."""
+        return 0 if self.sample_from_anchor else 1
 
     def causal(self, window: int | None) -> bool:
         """Whether the block's rows see only the rows before them, in layers with this window.
@@ -72,8 +84,8 @@ class DrafterConfig:
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
         depth = lookup("num_target_layers")
-        block = lookup.size("block_size", DEFAULT_BLOCK if kind == DFLASH else None)
-        if kind == DFLASH and block < 2:
+        block = lookup.size("block_size", None if kind == DSPARK else DEFAULT_BLOCK)
+        if kind != DSPARK and block < 2:
             raise ValueError(f"block_size {block} is too small: DFlash proposes block_size - 1 tokens")
         rope, theta = _rope(config)
         causal = config.get("is_causal")
@@ -87,6 +99,7 @@ class DrafterConfig:
             target_layer_ids=_taps(lookup, kind, depth, layers),
             windows=_windows(config, layers),
             rope_theta=theta,
+            sample_from_anchor=kind == DSPARK,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             num_target_layers=depth,
             is_causal=lookup.nested.get("causal") if causal is None else causal,
@@ -96,6 +109,7 @@ class DrafterConfig:
             input_embedding_scale=float(lookup("input_embedding_scale", 1.0)),
             output_multiplier=float(lookup("output_multiplier", 1.0)),
             final_logit_softcapping=lookup("final_logit_softcapping") or None,
+            **(_selector(lookup, sizes) if kind == DFLASH2 else {}),
             markov_rank=lookup.size("markov_rank") if kind == DSPARK else 0,
             enable_confidence_head=lookup("enable_confidence_head") if kind == DSPARK else False,
             confidence_head_with_markov=bool(lookup("confidence_head_with_markov", True)),
@@ -104,13 +118,13 @@ class DrafterConfig:
 
 
 def kind_of(config: dict[str, Any]) -> str:
-    """The drafter's kind, DFLASH or DSPARK. Raises ValueError, one line, naming what it is instead."""
+    """The drafter's kind: DFLASH, DFLASH2 or DSPARK. Raises ValueError, one line, naming what it is instead."""
     nested = config.get("dflash_config") or {}
     names = config.get("architectures") or []
     if algorithm := config.get("speculators_model_type") or config.get("speculators_config"):
         raise ValueError(f"this is a speculators package ({_short(algorithm)}): not supported yet")
-    if "DFlash2DraftModel" in names or "selector_rank" in nested or "conv_kernel_size" in nested:
-        raise ValueError("this is a DFlash 2 drafter (convolutions, candidate selector): not supported yet")
+    if names == ["DFlash2DraftModel"] or (not names and "selector_rank" in nested):
+        return DFLASH2
     if "dspark_config" in config:
         raise ValueError("this is a DSpark re-export with a dspark_config (NVFP4): not supported yet")
     if "block_size" not in config and any(key.startswith("dspark_") for key in config):
@@ -118,6 +132,10 @@ def kind_of(config: dict[str, Any]) -> str:
     projector = nested.get("projector_type")
     if projector == "dspark" or (projector is None and names in (["Qwen3DSparkModel"], ["DSparkDraftModel"])):
         return DSPARK
+    if names == ["DFlashDraftModel"] and ("selector_rank" in nested or "conv_kernel_size" in nested):
+        raise ValueError(
+            "architectures says DFlashDraftModel but dflash_config has DFlash 2's keys: which of both is it?"
+        )
     if projector is None and (names == ["DFlashDraftModel"] or (not names and "target_layer_ids" in nested)):
         return DFLASH
     whole = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
@@ -125,7 +143,7 @@ def kind_of(config: dict[str, Any]) -> str:
         what = names[0] if names else config.get("model_type")
         raise ValueError(f"{what} is a language model, not a drafter: it can only be the target")
     what = f"projector_type {projector!r}" if projector else f"architectures {names}"
-    raise ValueError(f"unknown kind of drafter ({what}): specmlx loads DFlash and DSpark")
+    raise ValueError(f"unknown kind of drafter ({what}): specmlx loads DFlash, DFlash 2 and DSpark")
 
 
 def default_taps(num_target_layers: int, count: int) -> list[int]:
@@ -162,11 +180,23 @@ class _Lookup:
 
 def _taps(lookup: _Lookup, kind: str, depth: int | None, layers: int) -> tuple[int, ...]:
     taps = lookup("target_layer_ids")
-    if taps is None and kind == DFLASH and depth is not None:
+    if taps is None and kind != DSPARK and depth is not None:
         taps = default_taps(depth, layers)
     if not isinstance(taps, list) or not taps or not all(isinstance(tap, int) for tap in taps):
         raise ValueError(f"target_layer_ids must be a list of layer numbers, config.json has {taps!r}")
     return tuple(taps)
+
+
+def _selector(lookup: _Lookup, sizes: dict[str, int]) -> dict[str, int]:
+    """The sizes of DFlash 2's convolutions and candidate selector."""
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    found = {name: lookup.size(name) for name in names}
+    group, hidden = found["conv_group_size"], sizes["hidden_size"]
+    if hidden % group:
+        raise ValueError(f"conv_group_size is {group}: it must divide hidden_size {hidden}")
+    if (k := found["selector_top_k"]) > (vocab := sizes["vocab_size"]):
+        raise ValueError(f"selector_top_k is {k}: the vocabulary has {vocab}")
+    return found
 
 
 def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:

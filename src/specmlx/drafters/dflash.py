@@ -15,6 +15,5 @@ class DFlash(BlockDrafter):
         self.check_width(width)
         if width == 0:
             return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
-        hidden = self.block_hidden(context, anchor)
-        tokens, q = policy.draft(self.logits(hidden[:, 1 : width + 1]), 0)
+        tokens, q = policy.draft(self.logits(self.slots_hidden(context, anchor, width)), 0)
         return Proposal(tokens, q)

@@ -57,7 +57,7 @@ class DSpark(BlockDrafter):
         self.check_width(width)
         if width == 0:
             return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
-        hidden = self.block_hidden(context, anchor)[:, :width]
+        hidden = self.slots_hidden(context, anchor, width)
         base = self.logits(hidden)
         previous, tokens, qs = anchor.astype(mx.int32), [], []
         for slot in range(width):

@@ -23,7 +23,13 @@ class Proposal:
 
 
 class DraftPolicy(Protocol):
-    """How a drafter turns its logits into tokens; `speculation.policy` has the implementations."""
+    """How a drafter turns its logits into tokens; `speculation.policy` has the implementations.
+
+    greedy: whether `draft` is the argmax of the logits and nothing else. Then a drafter whose slots depend on one
+        another may choose the whole path itself.
+    """
+
+    greedy: bool
 
     def draft(self, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
         """Logits `[B, S, V]` of the slots `slot`..`slot + S - 1` (slot 0 is the first token after the

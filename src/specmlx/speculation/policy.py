@@ -98,6 +98,11 @@ class RoundPolicy:
     position: int | mx.array
     history: Tokens | None = None
 
+    @property
+    def greedy(self) -> bool:
+        """Whether `draft` takes the argmax of the logits as they are."""
+        return self.policy.rule in ("greedy", "sampler-match") and not self.policy.processors
+
     def draft(self, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
         """Tokens of the proposal slots slot..slot+S-1, and what they were sampled from.
 

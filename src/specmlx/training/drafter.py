@@ -9,7 +9,8 @@ import numpy as np
 
 from specmlx.drafters.block import BlockTrunk
 from specmlx.drafters.block_drafter import BlockDrafter
-from specmlx.drafters.config import DFLASH
+from specmlx.drafters.config import DFLASH2, DSPARK
+from specmlx.drafters.selector import CandidateSelector
 from specmlx.targets.hybrid import Model
 
 LossFunction = Callable[..., tuple[mx.array, dict[str, mx.array]]]
@@ -22,16 +23,20 @@ class DraftLoss:
     token: cross-entropy with the data's token (DFlash, arXiv 2602.06036). soft: cross-entropy with the target's
     distribution p. l1: sum |q - p|, twice the chance of rejection. confidence: binary cross-entropy of the confidence
     head with the chance of acceptance 1 - L1 / 2 (DSpark, arXiv 2607.05147: token .1, l1 .9, confidence 1).
+    selector: cross-entropy of DFlash 2's candidates, given the data's token before, with the target's argmax, which
+    takes the weakest candidate's place where it is none (speculators' way: the official objective is not published).
     """
 
     token: float = 0.0
     soft: float = 0.0
     l1: float = 0.0
     confidence: float = 0.0
+    selector: float = 0.0
     decay: float = 4.0
 
 
 DFLASH_LOSS = DraftLoss(token=1.0)
+DFLASH2_LOSS = DraftLoss(token=1.0, selector=1.0)
 DSPARK_LOSS = DraftLoss(token=0.1, l1=0.9, confidence=1.0)
 
 
@@ -57,11 +62,9 @@ def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss) -> LossFu
     the target's own argmax, on the data's text.
     """
     config = drafter.config
-    first = 1 if config.kind == DFLASH else 0
-    slots = mx.arange(first, config.block_size, dtype=mx.int32)
     # The target row that predicts what a slot guesses: a for the first slot, whose token stands at a + 1.
-    rows_ahead = slots - first
-    slot_weights = mx.exp(-mx.arange(slots.size) / terms.decay)
+    rows_ahead = mx.arange(config.max_width, dtype=mx.int32)
+    slot_weights = mx.exp(-rows_ahead / terms.decay)
 
     def loss(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
         B, L = weights.shape
@@ -71,7 +74,7 @@ def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss) -> LossFu
 
         real = anchors >= 0
         at = mx.maximum(anchors, 0)
-        h = _block_rows(drafter, model, tokens, features, at)[:, :, first:]
+        h = _block_rows(drafter, model, tokens, features, at)[:, :, config.first_row :]
         rows = at[..., None] + rows_ahead  # [B, N, S]: the target's row that predicts the slot's token
         inside = mx.minimum(rows, L - 1)
         supervised = (mx.take_along_axis(weights[:, None], inside, axis=2) == 1) & (rows < L) & real[..., None]
@@ -95,8 +98,12 @@ def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss) -> LossFu
         if terms.confidence and confidence is not None:
             kept = mx.stop_gradient(1 - distance / 2)
             value = value + terms.confidence * nn.losses.binary_cross_entropy(confidence, kept, reduction="none")
+        best, guesses = mx.argmax(log_p, axis=-1), mx.argmax(log_q, axis=-1)
+        if config.kind == DFLASH2:
+            loss_of_choice, guesses = _choice(model.candidate_selector, h, logits, previous, best)
+            value = value + terms.selector * loss_of_choice
         weight = supervised * slot_weights
-        hits = (mx.argmax(log_q, axis=-1) == mx.argmax(log_p, axis=-1)).astype(mx.float32) * supervised
+        hits = (guesses == best).astype(mx.float32) * supervised
         tau = 1 + (mx.cumprod(hits, axis=-1).sum(axis=-1) * real).sum() / mx.maximum(real.sum(), 1)
         return (value * weight).sum() / mx.maximum(weight.sum(), 1e-6), {"tau": tau}
 
@@ -122,9 +129,26 @@ def _block_rows(drafter: BlockDrafter, model: BlockTrunk, tokens: mx.array, feat
 def _slot_logits(drafter: BlockDrafter, model: BlockTrunk, h: mx.array, previous: mx.array):
     """Logits `[B, N, S, V]` float32 of the slots, and the confidence head's, given the true tokens before them."""
     logits = drafter.logits(h).astype(mx.float32)
-    if drafter.config.kind == DFLASH:
+    if drafter.config.kind != DSPARK:
         return logits, None
     confidence = None
     if drafter.config.enable_confidence_head:
         confidence = model.confidence_head(h, model.markov_head.markov_w1(previous))
     return logits + model.markov_head(previous), confidence
+
+
+def _choice(selector: CandidateSelector, h: mx.array, logits: mx.array, previous: mx.array, labels: mx.array):
+    """DFlash 2's choice among the candidates after `previous`: cross-entropy with labels, best ids `[B, N, S]`."""
+    unary, ids = selector.candidates(logits)
+    scores = selector.scores(h, unary, ids, previous[..., None])[..., 0, :]
+    guesses = _taken(ids, mx.argmax(scores, axis=-1))
+    absent = mx.all(ids != labels[..., None], axis=-1, keepdims=True)
+    weakest = mx.arange(ids.shape[-1]) == mx.argmin(unary, axis=-1, keepdims=True)
+    ids = mx.stop_gradient(mx.where(absent & weakest, labels[..., None], ids))
+    scores = selector.scores(h, mx.take_along_axis(logits, ids, axis=-1), ids, previous[..., None])[..., 0, :]
+    right = _taken(scores, mx.argmax(ids == labels[..., None], axis=-1))
+    return mx.logsumexp(scores, axis=-1) - right, guesses
+
+
+def _taken(x: mx.array, index: mx.array) -> mx.array:
+    return mx.take_along_axis(x, mx.stop_gradient(index)[..., None], axis=-1)[..., 0]

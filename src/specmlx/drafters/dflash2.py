@@ -1,0 +1,52 @@
+"""DFlash 2: DFlash's block with convolutions in its layers, and a selector that joins the slots to a path."""
+
+import mlx.core as mx
+
+from specmlx.drafters.block import BlockTrunk
+from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.config import DrafterConfig
+from specmlx.drafters.context import Context
+from specmlx.drafters.convolution import ConvLayer
+from specmlx.drafters.proposal import DraftPolicy, Proposal
+from specmlx.drafters.selector import CandidateSelector, best_path
+
+
+class DFlash2Trunk(BlockTrunk):
+    """The trunk with DFlash 2's convolutions and selector, by the publishers' names."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config, ConvLayer)
+        self.candidate_selector = CandidateSelector(config)
+
+
+class DFlash2(BlockDrafter):
+    """DFlash 2 (Inco AI): γ = block - 1; a slot's token is one of its best candidates, given the token before it."""
+
+    model: DFlash2Trunk
+
+    def propose(self, context: Context, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
+        """See `Drafter.propose`. Greedy lanes take the path that is expected to keep most tokens; others walk.
+
+        A walk draws a slot from the candidates' scores after the token drawn before, which is its q: every other id
+        has the logit -inf.
+        """
+        self.check_width(width)
+        if width == 0:
+            return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
+        selector = self.model.candidate_selector
+        hidden = self.slots_hidden(context, anchor, width)
+        logits = self.logits(hidden)
+        unary, ids = selector.candidates(logits)
+        first = mx.broadcast_to(anchor.astype(mx.int32)[:, None, None], ids[:, :1].shape)
+        if policy.greedy:
+            tables = selector.scores(hidden, unary, ids, mx.concatenate([first, ids[:, :-1]], axis=1))
+            return Proposal(mx.take_along_axis(ids, best_path(tables)[..., None], axis=-1)[..., 0])
+        previous, tokens, qs = anchor.astype(mx.int32)[:, None], [], []
+        for slot in range(width):
+            at = slice(slot, slot + 1)
+            scores = selector.scores(hidden[:, at], unary[:, at], ids[:, at], previous[..., None])[..., 0, :]
+            everywhere = mx.full(logits[:, at].shape, -mx.inf)
+            previous, q = policy.draft(mx.put_along_axis(everywhere, ids[:, at], scores, axis=-1), slot)
+            tokens.append(previous)
+            qs.append(q)
+        return Proposal(mx.concatenate(tokens, axis=1), None if qs[0] is None else mx.concatenate(qs, axis=1))
