@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
     from specmlx.speculation.processors import make_logits_processors
     from specmlx.speculation.sampling import make_sampler
+    from specmlx.state.store import PromptCache
 
 __version__ = "0.1.0"
 
 _HOME = {
     "GenerationResponse": "specmlx.generation",
+    "PromptCache": "specmlx.state.store",
     "generate": "specmlx.generation",
     "load": "specmlx.loading",
     "load_drafter": "specmlx.loading",
@@ -30,6 +32,7 @@ _HOME = {
 
 __all__ = [
     "GenerationResponse",
+    "PromptCache",
     "__version__",
     "generate",
     "load",

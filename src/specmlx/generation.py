@@ -20,14 +20,17 @@ from specmlx.prompt_cache import (
     open_cache,
     save_prompt_cache,
 )
+from specmlx.reuse import reusing
 from specmlx.speculation.loop import Token, generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
+from specmlx.state.store import PromptCache
 from specmlx.targets.hybrid import Model
 
 __all__ = [
     "GenerationResponse",
+    "PromptCache",
     "generate",
     "load",
     "load_drafter",
@@ -52,6 +55,7 @@ class GenerationResponse:
         generation_tokens: tokens given so far.
         generation_tps: the same per second of decoding (prefill apart).
         peak_memory: GB.
+        cached_tokens: tokens of the prompt that a `PromptCache` held already: they were not run.
         finish_reason: "length", "stop" or None while it goes on.
         stats: counts of rounds and drafts up to this token.
     """
@@ -67,6 +71,7 @@ class GenerationResponse:
     peak_memory: float
     finish_reason: str | None = None
     stats: Stats | None = None
+    cached_tokens: int = 0
 
 
 def stream_generate(
@@ -102,7 +107,8 @@ def stream_generate(
         stop: strings that end the text; they are not part of it.
         sampler, logits_processors: `specmlx.make_sampler`'s and `make_logits_processors`'s, or callables
             like mlx_lm's.
-        prompt_cache: `make_prompt_cache(model)` or mlx_lm's list of caches; extended in place.
+        prompt_cache: `make_prompt_cache(model)` or mlx_lm's list of caches, extended in place; or a `PromptCache`: then
+            the prompt is the whole conversation, of which only what the cache doesn't hold is run.
         prefill_step_size: prompt tokens per step, rounded up to a multiple of 64.
         prompt_progress_callback: gets (processed, total).
 
@@ -178,13 +184,23 @@ def summary(response: GenerationResponse) -> str:
 def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cache, stream, options):
     from mlx_lm.generate import wired_limit
 
-    conversation = open_cache(model, prompt_cache)
-    owner = conversation.claim()
-    tokens = generate_tokens(model, conversation, ids, policy, drafter, stats=stats, owner=owner, **options)
-    if stream is not None:
-        tokens = _on_stream(tokens, stream)
-    detokenizer = tokenizer.detokenizer
-    with wired_limit(model):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(wired_limit(model))
+        reuse = None
+        if isinstance(prompt_cache, PromptCache):
+            reuse = stack.enter_context(reusing(prompt_cache, model, tokenizer, drafter, ids))
+            prompt_cache = reuse.conversation
+            options |= reuse.options(options["progress"])
+        conversation = open_cache(model, prompt_cache)
+        owner = conversation.claim()
+        cached = 0 if reuse is None else reuse.length
+        tokens = generate_tokens(
+            model, conversation, ids[cached:], policy, drafter, stats=stats, owner=owner, **options
+        )
+        if stream is not None:
+            tokens = _on_stream(tokens, stream)
+        detokenizer = tokenizer.detokenizer
+        answer = ""
         try:
             for token in tokens:
                 finish = token.finish_reason
@@ -199,7 +215,8 @@ def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cach
                     text += stops.flush()
                 if finish:
                     _warn_if_idle(stats, drafter, options["width"])
-                yield _response(token, text, finish, len(ids), stats)
+                answer += text
+                yield _response(token, text, finish, len(ids), cached, stats)
                 if finish:
                     break
         finally:
@@ -207,21 +224,24 @@ def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cach
             if conversation.owned_by(owner):
                 conversation.settle()
             close_cache(model, prompt_cache, conversation, owner)
+            if reuse is not None:
+                reuse.answered(answer)
 
 
-def _response(token: Token, text: str, finish: str | None, prompt_tokens: int, stats: Stats):
+def _response(token: Token, text: str, finish: str | None, prompt_tokens: int, cached: int, stats: Stats):
     return GenerationResponse(
         text=text,
         token=token.id,
         logprobs=token.logprobs,
         from_draft=token.from_draft,
         prompt_tokens=prompt_tokens,
-        prompt_tps=prompt_tokens / max(stats.prefill_seconds, 1e-9),
+        prompt_tps=(prompt_tokens - cached) / max(stats.prefill_seconds, 1e-9),
         generation_tokens=stats.generation_tokens,
         generation_tps=stats.generation_tokens / max(stats.decode_seconds, 1e-9),
         peak_memory=mx.get_peak_memory() / 1e9,
         finish_reason=finish,
         stats=stats.snapshot(),
+        cached_tokens=cached,
     )
 
 

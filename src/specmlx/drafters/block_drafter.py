@@ -1,5 +1,6 @@
 """What DFlash and DSpark do alike: observe the target's rows, and run a block of masks after the anchor."""
 
+from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
@@ -7,6 +8,7 @@ import mlx.core as mx
 from specmlx.drafters.block import BlockTrunk, Join
 from specmlx.drafters.context import SLACK, Context, Rows
 from specmlx.drafters.pairing import TargetSizes
+from specmlx.formats.identity import fingerprint
 from specmlx.state.kv import reserve, write
 
 
@@ -34,6 +36,17 @@ class BlockDrafter:
         self.max_width = self.config.max_width
         # The head is run in the target's dtype, else its weights would be converted for every pass.
         self.target_dtype = target.embed_tokens(mx.zeros((1,), dtype=mx.int32)).dtype
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for the drafter's weights, taken when it is first asked for."""
+        return fingerprint(self.model, self.config)
+
+    @property
+    def window(self) -> int | None:
+        """The rows before the anchor that a proposal looks at, in any layer; None: all."""
+        windows = self.config.windows
+        return None if None in windows else max(windows)
 
     def new_context(self, batch: int = 1, start: int = 0) -> Context:
         return Context(self.config.windows, batch, start)

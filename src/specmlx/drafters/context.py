@@ -67,3 +67,26 @@ class Context:
         """Everything to evaluate for the context to stand on its own, as after a prefill step."""
         buffers = [x for rows in self.groups for kv in rows.kvs.values() if kv is not None for x in kv]
         return [x for rows in self.groups for x in (rows.base, rows.length)] + buffers
+
+    def pack(self, lane: int = 0) -> dict[str, mx.array]:
+        """One lane's newest rows, as many as a window can still see, in buffers of their own; see `Packable`."""
+        packed = {}
+        for rows in self.groups:
+            length = rows.length[lane].item()
+            keep = length if rows.window is None else min(length, rows.window - 1)
+            key = str(rows.layers[0])
+            packed[f"{key}.base"] = rows.base[lane : lane + 1] + (length - keep)
+            packed[f"{key}.length"] = mx.array([keep], dtype=mx.int32)
+            for i, kv in rows.kvs.items():
+                if kv is not None and keep:
+                    parts = (mx.contiguous(x[lane : lane + 1, :, length - keep : length]) for x in kv)
+                    packed |= dict(zip((f"{i}.keys", f"{i}.values"), parts, strict=True))
+        return packed
+
+    def unpack(self, packed: dict[str, mx.array]) -> None:
+        for rows in self.groups:
+            key = str(rows.layers[0])
+            rows.base, rows.length = packed[f"{key}.base"], packed[f"{key}.length"]
+            rows.bound = rows.length.item()
+            for i in rows.layers:
+                rows.kvs[i] = KV(packed[f"{i}.keys"], packed[f"{i}.values"]) if rows.bound else None

@@ -47,6 +47,31 @@ class Context(Protocol):
 
 
 @runtime_checkable
+class Packable(Protocol):
+    """A context that snapshots of a conversation keep."""
+
+    def pack(self, lane: int = 0) -> dict[str, mx.array]:
+        """One lane's rows that a later proposal may look at, as arrays that stand on their own."""
+
+    def unpack(self, packed: dict[str, mx.array]) -> None:
+        """Become, from an empty context of one lane, what `pack` was given; the arrays are never written to."""
+
+
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """What can tell its weights from others', in another process too (see `formats.identity`)."""
+
+    fingerprint: str
+
+
+@runtime_checkable
+class Windowed(Protocol):
+    """A drafter that looks at no more than the last `window` rows before its anchor (None: at all)."""
+
+    window: int | None
+
+
+@runtime_checkable
 class Drafter(Protocol):
     """Guesses tokens from the target's tapped layers. It holds weights only: a request's state is its
     context.

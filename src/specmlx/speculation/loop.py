@@ -7,11 +7,12 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.drafters.proposal import Drafter, Proposal, Windowed
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation, Draft, Observable
 from specmlx.state.layers import LayerStates, Pass
+from specmlx.state.prefix import spans
 
 # Rounds between two emptyings of mlx's buffer cache, which grows with every new attention length.
 _CLEAR_EVERY = 128
@@ -53,13 +54,17 @@ def generate_tokens(
     progress: Callable[[int, int], None] | None = None,
     stats: Stats | None = None,
     owner: int | None = None,
+    cached: Sequence[int] = (),
+    marks: Collection[int] = (),
+    at_mark: Callable[[Conversation], None] | None = None,
 ) -> Iterator[Token]:
     """Tokens that continue the conversation after `prompt`, `width` drafted ones verified in each pass over the target.
 
     Whenever a token has left, the conversation holds exactly what the user was given, so it may be dropped there and
-    taken over by another request. Raises ValueError for an empty prompt, a width outside
-    0..drafter.max_width, max_tokens of 0 and proposals outside the vocabulary; RuntimeError, with the position, for
-    logits that are NaN or +inf.
+    taken over by another request. `cached` are ids of the prompt that the conversation holds already: logits processors
+    see them too. Prefill calls `at_mark` once it has as many rows as one of `marks` says (on the grid).
+    Raises ValueError for an empty prompt, a width outside 0..drafter.max_width, max_tokens of 0 and proposals outside
+    the vocabulary; RuntimeError, with the position, for logits that are NaN or +inf.
     """
     if len(prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token")
@@ -71,12 +76,12 @@ def generate_tokens(
     taps = drafter.tap_ids if drafter else ()
     clock = time.perf_counter()
 
-    for step in _prefill(target, conversation, prompt, drafter, prefill_step_size):
+    for step in _prefill(target, conversation, prompt, drafter, prefill_step_size, marks, at_mark):
         if progress:
             progress(step, len(prompt))
     if progress:
         progress(len(prompt), len(prompt))
-    history = list(prompt)
+    history = [*cached, *prompt]
     now = time.perf_counter()
     stats.prefill_seconds += now - clock
     clock = now
@@ -123,32 +128,46 @@ def generate_tokens(
 
 
 def _prefill(
-    target: Target, conversation: Conversation, prompt: Sequence[int], drafter: Drafter | None, step_size: int
+    target: Target,
+    conversation: Conversation,
+    prompt: Sequence[int],
+    drafter: Drafter | None,
+    step_size: int,
+    marks: Collection[int],
+    at_mark: Callable[[Conversation], None] | None,
 ) -> Iterator[int]:
     """Run everything before the prompt's last token, which is the first anchor; yields how much of the prompt is in."""
-    _observe(conversation, drafter)
+    observe(conversation, drafter)
     before = [] if conversation.pending is None else [conversation.pending]
     ids = [*before, *prompt[:-1]]
-    rows = mx.array([ids], dtype=mx.int32)
-    done = 0
+    start = conversation.states.length
+    window = drafter.window if isinstance(drafter, Windowed) else None
     yield 0
     try:
         conversation.processed += ids
-        for tokens, features in target.prefill(
-            conversation.states, rows, drafter.tap_ids if drafter else (), step_size
-        ):
-            if drafter:
-                conversation.unobserved = Observable(tokens, features)
-                _observe(conversation, drafter)
-                mx.eval(conversation.draft_arrays())
-            done += tokens.shape[1]
-            yield done - len(before)
+        at = start
+        for stop, observed in spans(start, start + len(ids), marks, window):
+            watching = drafter if observed else None
+            if watching:
+                observe(conversation, drafter)
+            rows = mx.array([ids[at - start : stop - start]], dtype=mx.int32)
+            taps = watching.tap_ids if watching else ()
+            for tokens, features in target.prefill(conversation.states, rows, taps, step_size):
+                conversation.prefilled(at)
+                if watching:
+                    conversation.unobserved = Observable(tokens, features)
+                    observe(conversation, drafter)
+                    mx.eval(conversation.draft_arrays())
+                at += tokens.shape[1]
+                yield at - start - len(before)
+            if at_mark and stop in marks:
+                at_mark(conversation)
     finally:
         conversation.settle()
     conversation.pending = prompt[-1]
 
 
-def _observe(conversation: Conversation, drafter: Drafter | None) -> None:
+def observe(conversation: Conversation, drafter: Drafter | None) -> None:
     """Let the drafter see the committed rows that it has not seen; one that is new to the conversation starts here."""
     rows, conversation.unobserved = conversation.unobserved, None
     draft = conversation.draft
@@ -168,7 +187,7 @@ def _observe(conversation: Conversation, drafter: Drafter | None) -> None:
 
 
 def _propose(conversation: Conversation, drafter: Drafter | None, width: int, policy) -> Proposal:
-    _observe(conversation, drafter)
+    observe(conversation, drafter)
     if drafter is None or width == 0:
         return Proposal(mx.zeros((1, 0), dtype=mx.int32))
     anchor = mx.array([conversation.pending], dtype=mx.int32)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from specmlx.formats.checkpoint import save_atomically
+from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates, Pass
 from specmlx.state.recurrent import Recurrent
@@ -35,7 +36,7 @@ class Conversation:
     `draft` is the last drafter's context; `unobserved` the rows that it has not seen (as many as `states.count`).
     One request at a time owns it: `claim` takes it over, and an older owner's next step raises.
     An interrupt may fall anywhere: ids are recorded before their rows enter the states, and `settle` takes back those
-    whose rows did not.
+    whose rows did not. `exact` counts the first rows that are as a cold prefill would have left them, bit for bit.
     """
 
     def __init__(self, states: LayerStates, processed: list[int] | None = None, pending: int | None = None):
@@ -44,6 +45,7 @@ class Conversation:
         self.pending = pending
         self.draft: Draft | None = None
         self.unobserved: Observable | None = None
+        self.exact = 0
         self._owner = 0
 
     @property
@@ -80,6 +82,11 @@ class Conversation:
         """Make record and states agree after whatever ended a request: a pass that it left open is dropped."""
         self.states.abort()
         del self.processed[self.states.length :]
+
+    def prefilled(self, start: int) -> None:
+        """Rows from `start` on went in by prefill, in blocks from there: exact, on the grid and behind exact ones."""
+        if self.exact == start and start % GRID == 0:
+            self.exact = self.states.length
 
     def owned_by(self, owner: int) -> bool:
         return owner == self._owner

@@ -1,13 +1,15 @@
 """The Qwen3.5-family hybrid: Gated DeltaNet layers with full attention between them, by mlx-lm's names."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.drafters.proposal import Drafter
+from specmlx.formats.identity import fingerprint
 from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import visible
 from specmlx.state.layers import Layer, LayerStates, Origin, Pass
@@ -96,6 +98,11 @@ class Model(nn.Module):
     def no_draft_reason(self) -> str | None:
         """Why `draft_model` is None, in one line."""
         return self._drafting.reason
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for the weights, taken when it is first asked for: what their states are known by."""
+        return fingerprint(self, replace(self.args, draft_model=None))
 
     @property
     def config(self) -> HybridConfig:

@@ -1,0 +1,82 @@
+"""Where a chat's next prompt may part from this one: what the chat template puts around turns, found by rendering."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Words that no template knows, and whose ends no template trims.
+_ASKED, _ANSWERED, _NEXT = "Qzasked", "Qzanswered", "Qznext"
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Token ids that a template puts before an answer, in the history as well as where one is asked for, and before
+    the question after it."""
+
+    answer: list[int]
+    question: list[int]
+
+
+def turns(tokenizer: Any) -> Turns | None:
+    """What the tokenizer's chat template puts around turns; None without a template, or where it drops answers."""
+    asked, history = _rendered(tokenizer, _ANSWERED)
+    if asked is None or _ANSWERED not in history or _NEXT not in history:
+        return None
+    before, after = history.split(_ANSWERED, 1)
+    common = os.path.commonprefix([asked, before])
+    question = after.split(_NEXT, 1)[0]
+
+    def ids(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return Turns(ids(common), ids(question)) if common and question else None
+
+
+def stable(ids: Sequence[int], around: Turns | None) -> list[int]:
+    """How many first ids of a prompt the next turn's prompt will begin with, as far as the template alone can tell.
+
+    Two places: where the answer is asked for (what is behind may be rendered differently once there is one), and where
+    the first answer after the last question begins (thoughts between tool calls are dropped at the next question).
+    Without turns in the ids the whole prompt is stable.
+    """
+    if around is None or (last := _find(ids, around.answer, last=True)) is None:
+        return [len(ids)]
+    question = _find(ids, around.question, last=True)
+    first = _find(ids, around.answer, start=question or 0)
+    # The last token may yet be merged with what follows it.
+    return sorted({place + len(around.answer) - 1 for place in (first, last) if place is not None})
+
+
+def keeps(tokenizer: Any, answer: str, ids: Sequence[int], around: Turns | None) -> bool:
+    """Whether a later prompt will hold the answer right behind this prompt, as far as the template tells."""
+    if not tokenizer.has_chat_template or (around is not None and _find(ids, around.answer, last=True) is None):
+        return True
+    asked, history = _rendered(tokenizer, answer)
+    return asked is not None and history.startswith(asked + answer)
+
+
+def _rendered(tokenizer: Any, answer: str) -> tuple[str, str] | tuple[None, None]:
+    """The text behind a question, up to where its answer begins, and the same with the answer and one more question."""
+
+    def render(*messages: tuple[str, str]) -> str:
+        chat = [{"role": role, "content": content} for role, content in messages]
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+    if not tokenizer.has_chat_template:
+        return None, None
+    try:
+        asked = render(("user", _ASKED))
+        history = render(("user", _ASKED), ("assistant", answer), ("user", _NEXT))
+    # A template is a program that came with the model: it may raise anything.
+    except Exception:
+        return None, None
+    if _ASKED not in asked or _ASKED not in history:
+        return None, None
+    return asked.split(_ASKED, 1)[1], history.split(_ASKED, 1)[1]
+
+
+def _find(ids: Sequence[int], part: list[int], start: int = 0, last: bool = False) -> int | None:
+    places = range(start, len(ids) - len(part) + 1)
+    places = reversed(places) if last else places
+    return next((i for i in places if ids[i] == part[0] and [*ids[i : i + len(part)]] == part), None)

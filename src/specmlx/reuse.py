@@ -1,0 +1,111 @@
+"""One request's dealings with a `PromptCache`: what it begins with, and where it leaves snapshots."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from specmlx import boundaries
+from specmlx.drafters.proposal import Drafter, Fingerprinted, Packable
+from specmlx.kernels.gated_delta import GRID
+from specmlx.speculation.loop import observe
+from specmlx.state.conversation import Conversation, Draft
+from specmlx.state.prefix import Snapshot, restore, take
+from specmlx.state.store import CHECKPOINT, TURN, PromptCache
+from specmlx.targets.hybrid import Model
+
+
+class Reuse:
+    """The conversation that a request goes on with; its first `length` rows come from the cache.
+
+    `marks` are the row counts at which the prefill of the rest leaves snapshots, with their classes.
+    """
+
+    def __init__(
+        self,
+        cache: PromptCache,
+        model: Model,
+        tokenizer: Any,
+        drafter: Drafter | None,
+        ids: Sequence[int],
+        snapshot: Snapshot | None,
+    ):
+        self.cache = cache
+        self.namespace = model.fingerprint
+        self.tokenizer = tokenizer
+        self.ids = ids
+        self.snapshot = snapshot
+        self._begun_with = snapshot
+        self._drafter = drafter if isinstance(drafter, Fingerprinted) else None
+        empty = model.new_states()
+        self.conversation = Conversation(empty) if snapshot is None else restore(snapshot, empty, len(ids) + GRID)
+        self.length = len(self.conversation.processed)
+        if snapshot is not None and self._drafter is not None:
+            self._draft(snapshot.drafts.get(self._drafter.fingerprint))
+        self._turns = boundaries.turns(tokenizer)
+        self.marks = self._marks()
+
+    def options(self, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
+        """What `generate_tokens` needs to know; `progress` counts the whole prompt."""
+        whole = len(self.ids)
+
+        def counted(done: int, total: int) -> None:
+            progress(self.length + done, whole)
+
+        return {
+            "cached": self.ids[: self.length],
+            "marks": self.marks,
+            "at_mark": self._at_mark,
+            "progress": counted if progress else None,
+        }
+
+    def answered(self, answer: str) -> None:
+        """The request is over: keep the state after the answer where the next prompt will hold it."""
+        conversation = self.conversation
+        keep = self.cache.keep_answers
+        if keep is None:
+            keep = boundaries.keeps(self.tokenizer, answer, self.ids, self._turns)
+        if keep and not conversation.states.broken and len(conversation.processed) >= len(self.ids):
+            if self._drafter is not None:
+                observe(conversation, self._drafter)
+            self._put(conversation, TURN)
+        begun, ended = self._begun_with, self.snapshot
+        if begun is not None and ended is not None and ended.length > begun.length:
+            self.cache.demote(self.namespace, begun)
+
+    def _marks(self) -> dict[int, int]:
+        """Row counts behind the rows that are in, on the grid, at least one token before the prompt's end."""
+        most = len(self.ids) - 1
+        every = self.cache.checkpoint_every
+        turns = [min(place, most) // GRID * GRID for place in boundaries.stable(self.ids, self._turns)]
+        # Too near to the end to save much: the turn's own snapshot is there.
+        marks = dict.fromkeys(range(every, max(turns) - every // 2, every), CHECKPOINT)
+        junction = self.cache.common(self.namespace, self.ids) // GRID * GRID
+        marks |= dict.fromkeys([*turns, junction], TURN)
+        return {at: kind for at, kind in marks.items() if self.length < at <= most}
+
+    def _at_mark(self, conversation: Conversation) -> None:
+        self._put(conversation, self.marks[conversation.states.length])
+
+    def _put(self, conversation: Conversation, kind: int) -> None:
+        name, packed = None, None
+        draft = conversation.draft
+        if self._drafter is not None and draft is not None and draft.end == conversation.states.length:
+            if isinstance(draft.context, Packable):
+                name, packed = self._drafter.fingerprint, draft.context.pack()
+        before = None if self.snapshot is None else self.snapshot.piece
+        self.snapshot = self.cache.put(self.namespace, take(conversation, before, name, packed), kind)
+
+    def _draft(self, packed: dict | None) -> None:
+        context = self._drafter.new_context()
+        if packed is not None and isinstance(context, Packable):
+            context.unpack(packed)
+            self.conversation.draft = Draft(self._drafter, context, self.length)
+
+
+@contextmanager
+def reusing(
+    cache: PromptCache, model: Model, tokenizer: Any, drafter: Drafter | None, ids: Sequence[int]
+) -> Iterator[Reuse]:
+    """A request's use of the cache, for a prompt of `ids`; what it begins with is pinned while the context lasts."""
+    with cache.find(model.fingerprint, ids) as snapshot:
+        yield Reuse(cache, model, tokenizer, drafter, ids, snapshot)

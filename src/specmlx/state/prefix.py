@@ -1,0 +1,165 @@
+"""Snapshots of conversations: everything that the first rows of one left behind, for another to begin with.
+
+Keys and values are cut into pieces that are never written again and that snapshots of one conversation share. A
+conversation begins with a copy of them in a buffer of its own, so neither a failed evaluation nor another thread can
+reach what a snapshot holds.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+
+import mlx.core as mx
+import numpy as np
+
+from specmlx.kernels.gated_delta import GRID
+from specmlx.state.conversation import Conversation
+from specmlx.state.kv import KV
+from specmlx.state.layers import LayerStates, Pass
+from specmlx.state.recurrent import Recurrent
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Rows `start`..`stop` of the attention layers (`kvs` by layer), behind those of the piece `before`.
+
+    `ids` are the rows' tokens, int32.
+    """
+
+    ids: np.ndarray
+    kvs: dict[int, KV]
+    before: "Piece | None" = None
+
+    @cached_property
+    def start(self) -> int:
+        return 0 if self.before is None else self.before.stop
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.ids)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.ids.nbytes + sum(kv.nbytes for kv in self.kvs.values())
+
+    def chain(self) -> "list[Piece]":
+        """All pieces from the first row on."""
+        pieces, piece = [], self
+        while piece is not None:
+            pieces.append(piece)
+            piece = piece.before
+        return pieces[::-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A conversation after its first `length` rows.
+
+    recurrent: the Gated DeltaNet layers' states by layer, without tapes.
+    exact: whether a cold prefill of the same ids leaves these very bits and goes on from them (DESIGN of the grid:
+        only grid-prefilled rows, `length` on the grid).
+    drafts: by drafter, its packed context at the same boundary (see `drafters.proposal.Packable`).
+    """
+
+    piece: Piece
+    recurrent: dict[int, Recurrent]
+    exact: bool
+    drafts: dict[str, dict[str, mx.array]] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return self.piece.stop
+
+    @cached_property
+    def ids(self) -> np.ndarray:
+        """The processed tokens, int32 `[length]`."""
+        return np.concatenate([piece.ids for piece in self.piece.chain()])
+
+    @cached_property
+    def key(self) -> bytes:
+        """The ids' digest."""
+        return next(digests(self.ids, [self.length]))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes without the pieces, which may be shared."""
+        drafts = sum(x.nbytes for packed in self.drafts.values() for x in packed.values())
+        return drafts + sum(layer.nbytes for layer in self.recurrent.values())
+
+
+def digests(ids: np.ndarray, lengths: Sequence[int]) -> Iterator[bytes]:
+    """Digests of the first n ids, for growing n."""
+    digest, done = blake2b(digest_size=16), 0
+    for n in lengths:
+        digest.update(np.ascontiguousarray(ids[done:n], dtype="<i4").tobytes())
+        done = n
+        yield digest.digest()
+
+
+def take(
+    conversation: Conversation,
+    before: Piece | None = None,
+    drafter: str | None = None,
+    packed: dict[str, mx.array] | None = None,
+    lane: int = 0,
+) -> Snapshot:
+    """The conversation as it is, evaluated. `before` are rows of it that an earlier snapshot holds already.
+
+    `packed` is the context of the drafter with the fingerprint `drafter`, at the same boundary.
+    """
+    length, start = conversation.states.length, 0 if before is None else before.stop
+    ids = np.array(conversation.processed[:length], dtype=np.int32)
+    lanes = slice(lane, lane + 1)
+    kvs, recurrent = {}, {}
+    for i, layer in enumerate(conversation.states.folded()):
+        if isinstance(layer, Recurrent):
+            recurrent[i] = Recurrent(mx.contiguous(layer.S[lanes]), mx.contiguous(layer.conv[lanes]))
+        elif layer is not None:
+            kvs[i] = KV(*(mx.contiguous(x[lanes, :, start:length]) for x in layer))
+    drafts = {} if drafter is None or packed is None else {drafter: packed}
+    mx.eval([*kvs.values(), *(list(x[:2]) for x in recurrent.values()), *(list(d.values()) for d in drafts.values())])
+    piece = before if start == length and before is not None else Piece(ids[start:], kvs, before)
+    return Snapshot(piece, recurrent, conversation.exact >= length and length % GRID == 0, drafts)
+
+
+def restore(snapshot: Snapshot, empty: LayerStates, capacity: int) -> Conversation:
+    """A conversation that goes on from a snapshot, its buffers with room for `capacity` rows; `empty` says its layers.
+
+    Nothing that it does reaches the snapshot.
+    """
+    pieces = snapshot.piece.chain()
+    layers = []
+    for i, layer in enumerate(empty.layers):
+        if i in snapshot.recurrent:
+            layers.append(snapshot.recurrent[i])
+        else:
+            layers.append(_joined([piece.kvs[i] for piece in pieces], capacity) if i in pieces[-1].kvs else layer)
+    empty.open(Pass(snapshot.length, layers))
+    empty.evaluate()
+    empty.commit(snapshot.length)
+    conversation = Conversation(empty, snapshot.ids.tolist())
+    conversation.exact = snapshot.length if snapshot.exact else 0
+    return conversation
+
+
+def _joined(kvs: list[KV], capacity: int) -> KV:
+    def joined(buffers: list[mx.array]) -> mx.array:
+        B, H, _, D = buffers[0].shape
+        room = max(capacity - sum(x.shape[2] for x in buffers), 0)
+        return mx.concatenate([*buffers, mx.zeros((B, H, room, D), dtype=buffers[0].dtype)], axis=2)
+
+    return KV(joined([kv.keys for kv in kvs]), joined([kv.values for kv in kvs]))
+
+
+def spans(start: int, stop: int, marks: Collection[int], window: int | None) -> Iterator[tuple[int, bool]]:
+    """Where a prefill of rows `start`..`stop` pauses, and whether a drafter that sees `window` rows needs those before.
+
+    It needs the last `window` rows before each of `marks`, where its context is kept, and before `stop`.
+    """
+    ends = [mark for mark in marks if start < mark < stop] + [stop]
+    needed = [(max(end - window, 0) // GRID * GRID if window else 0, end) for end in ends]
+    cuts = sorted({cut for cut in (*ends, *(first for first, _ in needed)) if start < cut <= stop})
+    for cut in cuts:
+        yield cut, any(first <= start and cut <= end for first, end in needed)
+        start = cut

@@ -1,0 +1,221 @@
+"""`PromptCache`: snapshots of many prompts, found by the longest prefix, kept within a budget of bytes."""
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+
+from specmlx.kernels.gated_delta import GRID
+from specmlx.state.prefix import Piece, Snapshot, digests
+
+# Of the memory that the device recommends to use (on the CPU: of the machine's).
+SHARE = 0.25
+CHECKPOINT, TURN = 0, 1
+
+Key = tuple[str, bytes]
+
+
+@dataclass(frozen=True)
+class CacheCounters:
+    """What a `PromptCache` did so far, and what it holds.
+
+    hits, misses: requests that began with a snapshot, and those that did not. reused_tokens: prompt tokens that were
+    not run again. evictions: snapshots that made room. snapshots, bytes: what is held now.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    reused_tokens: int = 0
+    evictions: int = 0
+    snapshots: int = 0
+    bytes: int = 0
+
+
+class _Entry:
+    def __init__(self, snapshot: Snapshot, kind: int):
+        self.snapshot = snapshot
+        self.kind = kind
+        self.pins = 0
+
+
+class PromptCache:
+    """A store over many prompts, given as `prompt_cache=` to `generate`, whose prompts then are whole conversations.
+
+    max_bytes: the budget; default: a quarter of the device's recommended working set (on the CPU: of the RAM).
+    exact: keep and read only snapshots from which a request equals a cold one bit for bit.
+    checkpoint_every: tokens between two snapshots inside of a long prompt, rounded up to a multiple of 64.
+    keep_answers: whether the state after an answer is kept as well; None asks the tokenizer's chat template whether the
+        next prompt will hold the answer as it was generated.
+
+    It may be used from several threads. Snapshots never change: one that is evicted while it is in use lives as long.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int | None = None,
+        *,
+        exact: bool = False,
+        checkpoint_every: int = 4096,
+        keep_answers: bool | None = None,
+    ):
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"max_bytes is {max_bytes}: it must be 0 or more")
+        if checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every is {checkpoint_every}: it must be at least 1")
+        self.max_bytes = default_budget() if max_bytes is None else max_bytes
+        self.exact = exact
+        self.checkpoint_every = -(-checkpoint_every // GRID) * GRID
+        self.keep_answers = keep_answers
+        self._lock = threading.RLock()
+        # Least recently used first.
+        self._entries: dict[Key, _Entry] = {}
+        self._lengths: dict[str, Counter[int]] = {}
+        self._users: dict[Piece, int] = {}
+        self._counters = CacheCounters()
+
+    @property
+    def counters(self) -> CacheCounters:
+        with self._lock:
+            return replace(self._counters, snapshots=len(self._entries))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything held; what snapshots share counts once."""
+        return self.counters.bytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """Forget every snapshot; the counters go on."""
+        with self._lock:
+            for key in [*self._entries]:
+                self._remove(key)
+
+    def snapshots(self) -> list[tuple[str, Snapshot, int]]:
+        """Namespace, snapshot and class of everything held, least recently used first."""
+        with self._lock:
+            return [(key[0], entry.snapshot, entry.kind) for key, entry in self._entries.items()]
+
+    @contextmanager
+    def find(self, namespace: str, ids: Sequence[int]) -> Iterator[Snapshot | None]:
+        """The longest snapshot that leaves at least one of `ids` to run; it is pinned while the context lasts."""
+        ids = np.asarray(ids, dtype=np.int32)
+        with self._lock:
+            entry = self._longest(namespace, ids)
+            if entry is not None:
+                entry.pins += 1
+            self._count(hits=entry is not None, misses=entry is None)
+            self._count(reused_tokens=0 if entry is None else entry.snapshot.length)
+        try:
+            yield None if entry is None else entry.snapshot
+        finally:
+            if entry is not None:
+                with self._lock:
+                    entry.pins -= 1
+                    self._make_room()
+
+    def common(self, namespace: str, ids: Sequence[int]) -> int:
+        """How many first ids the snapshot that has most of them in common has in common, the last of `ids` left out."""
+        ids = np.asarray(ids, dtype=np.int32)[:-1]
+        most = 0
+        for held, snapshot, _ in self.snapshots():
+            if held != namespace or snapshot.length <= most:
+                continue
+            n = min(len(ids), snapshot.length)
+            parted = np.flatnonzero(ids[:n] != snapshot.ids[:n])
+            most = max(most, int(parted[0]) if len(parted) else n)
+        return most
+
+    def put(self, namespace: str, snapshot: Snapshot, kind: int = TURN) -> Snapshot:
+        """Keep a snapshot, and get the one that now stands for its ids.
+
+        Of two with the same ids the exact one stays, with the drafters' contexts of both.
+        """
+        if self.exact and not snapshot.exact:
+            return snapshot
+        key = (namespace, snapshot.key)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                entry = _Entry(snapshot, kind)
+            else:
+                kept, other = entry.snapshot, snapshot
+                if snapshot.exact and not kept.exact:
+                    kept, other = other, kept
+                self._remove(key)
+                entry.snapshot = replace(kept, drafts=other.drafts | kept.drafts)
+                entry.kind = max(kind, entry.kind)
+            self._entries[key] = entry
+            self._lengths.setdefault(namespace, Counter())[snapshot.length] += 1
+            self._count(bytes=entry.snapshot.nbytes)
+            self._use(entry.snapshot.piece)
+            self._make_room()
+            return entry.snapshot
+
+    def demote(self, namespace: str, snapshot: Snapshot) -> None:
+        """A later snapshot of the same conversation serves from now on: this one goes first when room is made."""
+        with self._lock:
+            entry = self._entries.get((namespace, snapshot.key))
+            if entry is not None:
+                entry.kind = CHECKPOINT
+
+    def _longest(self, namespace: str, ids: np.ndarray) -> _Entry | None:
+        lengths = sorted(n for n in self._lengths.get(namespace, ()) if n < len(ids))
+        for digest in reversed([*digests(ids, lengths)]):
+            entry = self._entries.get((namespace, digest))
+            if entry is not None and (entry.snapshot.exact or not self.exact):
+                self._entries[namespace, digest] = self._entries.pop((namespace, digest))
+                return entry
+        return None
+
+    def _make_room(self) -> None:
+        while self._counters.bytes > self.max_bytes:
+            free = [(entry.kind, key) for key, entry in self._entries.items() if not entry.pins]
+            if not free:
+                return
+            # The first of the lowest class: entries are in the order of their last use.
+            self._remove(min(free, key=lambda found: found[0])[1])
+            self._count(evictions=1)
+
+    def _remove(self, key: Key) -> None:
+        snapshot = self._entries.pop(key).snapshot
+        lengths = self._lengths[key[0]]
+        lengths[snapshot.length] -= 1
+        if not lengths[snapshot.length]:
+            del lengths[snapshot.length]
+        self._count(bytes=-snapshot.nbytes)
+        piece = snapshot.piece
+        while piece is not None:
+            self._users[piece] -= 1
+            if self._users[piece]:
+                return
+            del self._users[piece]
+            self._count(bytes=-piece.nbytes)
+            piece = piece.before
+
+    def _use(self, piece: Piece | None) -> None:
+        """Count a user of a piece: a snapshot that ends with it, or a piece behind it."""
+        while piece is not None:
+            known = piece in self._users
+            self._users[piece] = self._users.get(piece, 0) + 1
+            if known:
+                return
+            self._count(bytes=piece.nbytes)
+            piece = piece.before
+
+    def _count(self, **changes: int) -> None:
+        now = {name: getattr(self._counters, name) + change for name, change in changes.items()}
+        self._counters = replace(self._counters, **now)
+
+
+def default_budget() -> int:
+    """A quarter of the memory that the device recommends to use; on the CPU of the machine's."""
+    info = mx.device_info() if mx.default_device() == mx.gpu else {}
+    whole = info.get("max_recommended_working_set_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(SHARE * whole)
