@@ -11,8 +11,10 @@ from click.testing import CliRunner
 from demo_kit import OFTEN, write_model
 
 import specmlx
+from specmlx import PromptCache
 from specmlx.cli import main
 from specmlx.cli.dialogue import Dialogue
+from specmlx.targets.hybrid import Model
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +71,43 @@ def test_a_second_turn_sends_only_new_tokens_however_the_first_ended(pair, endin
     system = "<|im_start|>system\nBe brief.<|im_end|>\n" + CHATML.format("One?")
     shown = first[:-1] if ending == "stop" else first
     second = "<|im_end|>\n" + CHATML.format("Two?")
-    assert talk.conversation.tokens == spoken(tokenizer, system, shown, second, [r.token for r in responses])
-    assert responses[0].prompt_tokens == len(tokenizer.encode(second))
+    assert talk.tokens == spoken(tokenizer, system, shown, second, [r.token for r in responses])
+    assert responses[0].prompt_tokens == len(spoken(tokenizer, system, shown, second))
+    # An answer's last token, unless it is the stop token, has left but is not in yet.
+    assert responses[0].prompt_tokens - responses[0].cached_tokens == len(tokenizer.encode(second)) + (ending != "stop")
     assert [m["role"] for m in talk.messages] == ["system", "user", "assistant", "user", "assistant"]
     cold = specmlx.generate(*pair, spoken(tokenizer, system, shown, second), max_tokens=12)
     assert text == cold
+
+
+class Counting(Model):
+    """Counts the rows that prefill runs."""
+
+    rows = 0
+
+    def prefill(self, states, tokens, tap_ids=(), step_size=2048):
+        self.rows += tokens.shape[1]
+        yield from super().prefill(states, tokens, tap_ids, step_size)
+
+
+@pytest.mark.linux_bits
+def test_six_turns_of_the_demo_run_their_new_tokens_only_and_say_the_same():
+    demo, tokenizer = specmlx.load()
+    model = Counting(demo.args)
+    model.update(demo.parameters())
+    model.attach(specmlx.load_drafter("demo/dspark", model))
+    warm, cold = Dialogue(model, tokenizer, max_tokens=40), Dialogue(model, tokenizer, max_tokens=40)
+    cold.prompt_cache = PromptCache(max_bytes=0)
+    for turn in range(6):
+        question = f"Can you count from {10 + turn} up to {22 + turn}?"
+        held, model.rows = len(warm.tokens), 0
+        responses, text = ask(warm, question)
+        # But for the closing of the last answer, nothing before the question is run again.
+        assert model.rows == responses[0].prompt_tokens - responses[0].cached_tokens - 1
+        assert model.rows <= responses[0].prompt_tokens - held
+        assert ask(cold, question)[1] == text
+    assert warm.tokens == cold.tokens and len(warm.tokens) > 128
+    assert warm.prompt_cache.counters.hits == 5
 
 
 def test_a_question_stopped_while_it_is_read_is_as_if_never_asked(pair):
@@ -89,7 +123,7 @@ def test_a_question_stopped_while_it_is_read_is_as_if_never_asked(pair):
         next(talk.ask("Something long. " * 20, stop))
     again = [r.token for r in ask(talk, "Two?")[0]]
     assert again == [r.token for r in ask(other, "Two?")[0]]
-    assert talk.conversation.tokens == other.conversation.tokens
+    assert talk.tokens == other.tokens
     assert talk.messages == other.messages
 
 

@@ -173,8 +173,9 @@ def summary(response: GenerationResponse) -> str:
     stats = response.stats
     seconds = stats.prefill_seconds + stats.decode_seconds
     speculative = f", {stats.acceptance_length:.2f} tokens per target pass ({stats.rounds} passes)"
+    held = f" ({response.cached_tokens} of them cached)" if response.cached_tokens else ""
     return (
-        f"{response.prompt_tokens} prompt and {response.generation_tokens} generated tokens"
+        f"{response.prompt_tokens} prompt{held} and {response.generation_tokens} generated tokens"
         f"{speculative if stats.mode == 'speculative' else ''}, decoding {response.generation_tps:.1f} tok/s, "
         f"end to end {response.generation_tokens / max(seconds, 1e-9):.1f} tok/s, "
         f"peak memory {response.peak_memory:.2f} GB, {stats.mode}{f' ({stats.reason})' if stats.reason else ''}"

@@ -23,6 +23,7 @@ HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answe
 @options.max_tokens_option(256)
 @options.sampling_options
 @options.prefill_step_size_option
+@options.prompt_cache_bytes_option
 @click.option("--show-draft", is_flag=True, help="Colour the tokens that the drafter guessed.")
 @click.option("--color/--no-color", default=None, help="Colours even into a pipe, or none; default: on terminals.")
 @options.unsupported("--max-kv-size")
@@ -35,12 +36,13 @@ def chat(
     chat_template_config: dict[str, Any] | None,
     max_tokens: int,
     prefill_step_size: int,
+    prompt_cache_bytes: int | None,
     show_draft: bool,
     color: bool | None,
 ) -> None:
     """Talk with a model. In it, q quits, r forgets the conversation, h is help; Ctrl-C stops an answer."""
     from specmlx.cli.dialogue import Dialogue
-    from specmlx.generation import summary
+    from specmlx.generation import PromptCache, summary
 
     sampling.check()
     with answers():
@@ -49,12 +51,15 @@ def chat(
     if not tokenizer.has_chat_template:
         raise ValueError(f"the tokenizer of {target.model} has no chat template: use specmlx generate")
 
+    cache = PromptCache(prompt_cache_bytes, keep_answers=True)
+
     def begin() -> Dialogue:
         return Dialogue(
             model,
             tokenizer,
             system_prompt,
             chat_template_config,
+            cache,
             max_tokens=max_tokens,
             num_draft_tokens=num_draft_tokens,
             seed=sampling.seed,

@@ -1,14 +1,14 @@
-"""A chat over several turns, each of which gives the model its new tokens only."""
+"""A chat over several turns, each of which runs its new tokens only."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from specmlx.cli.template import Message, next_turn
-from specmlx.generation import GenerationResponse, make_prompt_cache, stream_generate
+from specmlx.generation import GenerationResponse, PromptCache, stream_generate
 
 
 class Dialogue:
-    """Messages, and the conversation that holds them as the model saw them: answers as generated, thoughts included."""
+    """Messages, and their token ids as the model saw them: answers as generated, thoughts included."""
 
     def __init__(
         self,
@@ -16,51 +16,46 @@ class Dialogue:
         tokenizer: Any,
         system_prompt: str | None = None,
         template_config: dict[str, Any] | None = None,
+        prompt_cache: PromptCache | None = None,
         **options: Any,
     ):
-        """`options` are `stream_generate`'s."""
+        """`prompt_cache` keeps what the turns leave, for other dialogues too; `options` are `stream_generate`'s."""
         self.model = model
         self.tokenizer = tokenizer
         self.template_config = template_config or {}
+        self.prompt_cache = PromptCache(keep_answers=True) if prompt_cache is None else prompt_cache
         self.options = options
+        self.tokens: list[int] = []
         self.messages: list[Message] = []
         if system_prompt is not None:
             self.messages.append({"role": "system", "content": system_prompt})
-        self.conversation = make_prompt_cache(model)
-        self._lost: list[int] = []
 
     def ask(self, question: str, progress: Callable[[int, int], None] | None = None) -> Iterator[GenerationResponse]:
-        """Answer the next question; `progress` gets (processed, total) of its prompt.
+        """Answer the next question; `progress` gets (processed, total) of the whole conversation.
 
         Whenever the iterator is closed, the dialogue holds what it gave, and can go on.
         A question that was stopped before its first token, or whose template fails (ValueError), is as if never asked.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         turn = next_turn(self.tokenizer, messages, **self.template_config)
-        before = self._lost + self.conversation.tokens
-        ids = self._lost + self.tokenizer.encode(turn, add_special_tokens=False)
-        answer, response = "", None
+        prompt = self.tokens + self.tokenizer.encode(turn, add_special_tokens=False)
+        answer, given, response = "", [], None
         stream = stream_generate(
             self.model,
             self.tokenizer,
-            ids,
-            prompt_cache=self.conversation,
+            prompt,
+            prompt_cache=self.prompt_cache,
             prompt_progress_callback=progress,
             **self.options,
         )
         try:
             for response in stream:
                 answer += response.text
+                given.append(response.token)
                 yield response
         finally:
             stream.close()
             if response is not None:
-                self._lost = []
+                # A stop token was not shown: the template's own closing comes in its place.
+                self.tokens = prompt + (given[:-1] if response.finish_reason == "stop" else given)
                 self.messages = [*messages, {"role": "assistant", "content": answer}]
-                before = self.conversation.tokens
-                if response.finish_reason == "stop":
-                    # Not in the state yet, and not shown: the template's own closing comes in its place.
-                    self.conversation.pending = None
-            if self.conversation.states.broken or (response is None and self.conversation.tokens != before):
-                # A recurrent state can't go back: the next question brings everything before it again.
-                self.conversation, self._lost = make_prompt_cache(self.model), before

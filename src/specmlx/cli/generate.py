@@ -106,6 +106,7 @@ def record(text: str, tokens: list[int], last: Any) -> dict[str, Any]:
         "text": text,
         "tokens": tokens,
         "prompt_tokens": last.prompt_tokens,
+        "cached_tokens": last.cached_tokens,
         "generation_tokens": last.generation_tokens,
         "rounds": stats.rounds,
         "proposed": stats.proposed,

@@ -252,6 +252,13 @@ prefill_step_size_option = click.option(
     help="Prompt tokens per step, rounded up to a multiple of 64.",
 )
 
+prompt_cache_bytes_option = click.option(
+    "--prompt-cache-bytes",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="What snapshots of prompts may take; default: a quarter of the memory that the device recommends to use.",
+)
+
 sampling_options = grouped(
     "sampling",
     SamplingFlags,
