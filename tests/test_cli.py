@@ -13,8 +13,9 @@ import specmlx
 from specmlx.cli import main
 from specmlx.formats.checkpoint import read_config
 
-FIELDS = """text tokens prompt_tokens cached_tokens generation_tokens rounds proposed accepted acceptance_length accept_histogram
-    prefill_seconds decode_seconds prompt_tps generation_tps end_to_end_tps peak_memory finish_reason mode reason"""
+FIELDS = """text tokens prompt_tokens cached_tokens generation_tokens rounds proposed accepted acceptance_length
+    accept_histogram prefill_seconds decode_seconds prompt_tps generation_tps end_to_end_tps peak_memory
+    finish_reason mode reason"""
 
 
 @pytest.fixture(scope="module")
