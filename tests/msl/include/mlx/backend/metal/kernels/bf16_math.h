@@ -1,0 +1,1 @@
+// The bfloat overloads of the math functions are in metal_stdlib.
