@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, name: str = "config.json") -> dict[str, Any]:
     """A directory's config.json. Raises ValueError where there is none, or no JSON object in it."""
-    file = path / "config.json"
+    file = path / name
     if not file.is_file():
         raise ValueError(f"{file} not found: a model is a directory with config.json and *.safetensors, or a Hub id")
     try:

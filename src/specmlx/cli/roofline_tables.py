@@ -1,0 +1,130 @@
+"""The tables of `specmlx roofline`: bytes by tensor or by format, as the articles on two engines print them."""
+
+from typing import TYPE_CHECKING
+
+from specmlx.formats.sizes import Format
+from specmlx.receipts.tensors import Group
+
+if TYPE_CHECKING:
+    from specmlx.receipts.roofline import Roofline
+
+Row = tuple[str, ...]
+HEADER = ("tensor", "shape", "MB each", "count", "reads", "GB")
+
+
+def weight_tables(line: "Roofline") -> list[list[Row]]:
+    """The target's tensors, by shape where they are all in one format and else by format; then the drafter's."""
+    target = _by_format(line) if line.scheme.mixed else _by_tensor(line)
+    return [target] if line.draft is None else [target, _drafter(line)]
+
+
+def lane_table(line: "Roofline", context: int) -> list[Row]:
+    """What each conversation adds to a round: its keys and values at `context`, its recurrent state."""
+    state, token = line.state, line.kv_token_bytes
+    scaled = " + fp32 scale per token, head, K/V" if line.kv == "int8" else ""
+    each = f"{token:,} B ({token / 1024:.4g} KiB) a token"
+    conv = state.conv_layer_bytes / 1024
+    shape = f"{state.layers} × {state.heads} × {state.value_dim} × {state.key_dim} ({mib(state.recurrent_bytes)})"
+    inputs = f"conv inputs {state.layers} × {conv:.4g} KiB ({mib(state.conv_bytes)})"
+    rows = [
+        ("each lane", "", "bytes", "", "GB"),
+        (f"KV cache, {line.kv}{scaled}", each, "", f"at {tokens(context)}", f"{token * context / 1e9:.2f}"),
+    ]
+    if line.splash:
+        whole = f"{shape} + {inputs}"
+        return [*rows, ("GDN state fp32", whole, mib(state.nbytes), "read + written", f"{state.moved / 1e9:.2f}")]
+    for name, what, nbytes in (("GDN state fp32", shape, state.recurrent_bytes), ("", inputs, state.conv_bytes)):
+        rows.append((name, what, f"{nbytes / 1e6:.0f} MB", "read + written", f"{2 * nbytes / 1e9:.3f}"))
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """Columns as wide as they need, empty ones left out; text to the left, figures to the right."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    left = [i == 0 or sum(not _figure(cell) for cell in c[1:] if cell) > len(c) / 2 for i, c in enumerate(columns)]
+    lines = []
+    for cells in zip(*columns, strict=True):
+        padded = [c.ljust(w) if to_left else c.rjust(w) for c, w, to_left in zip(cells, widths, left, strict=True)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def gigabytes(nbytes: int) -> str:
+    """Two digits, three for less than 0.01 GB."""
+    return f"{nbytes / 1e9:.{2 if nbytes >= 1e7 else 3}f}"
+
+
+def tokens(n: int) -> str:
+    """Like 32K for 32,768."""
+    return f"{n // 1024}K" if n and n % 1024 == 0 else f"{n:,}"
+
+
+def mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.3g} MiB"
+
+
+def _by_tensor(line: "Roofline") -> list[Row]:
+    rows = [HEADER, *(_row(group, line.draft is not None) for group in line.target)]
+    parameters, nbytes = sum(g.parameters for g in line.target), sum(g.nbytes for g in line.target)
+    bits = f"{parameters:,} parameters at {8 * nbytes / parameters:.4f} bits"
+    return [*rows, ("target total", bits, "", "", "", f"{nbytes / 1e9:.3f}")]
+
+
+def _drafter(line: "Roofline") -> list[Row]:
+    total = sum(group.nbytes for group in line.drafter if group.reads)
+    rows = [HEADER, *map(_row, line.drafter)]
+    note = "no head of its own: it runs the target's"
+    return [*rows, ("draft total", note, "", "", "", f"{total / 1e9:.3f}")]
+
+
+def _row(group: Group, drafted: bool = False) -> Row:
+    reads = str(group.reads + (drafted and group.kind == "vocabulary head"))
+    # Vectors come once a layer, and a few at the end: those count in the sum only.
+    parts = [part for part in group.parts if part.label] or group.parts[:1]
+    # A drafter's layer sums up matrices of many shapes.
+    digits = 1 if len(parts[0].tensors) > 5 and group.rows else 2
+    each = ", ".join(f"{part.nbytes / 1e6:.{digits}f} {part.label}".strip() for part in parts)
+    return group.label, group.shape, each, str(sum(part.count for part in parts)), reads, gigabytes(group.nbytes)
+
+
+def _by_format(line: "Roofline") -> list[Row]:
+    kinds = {"MLP gate/up/down": line.scheme.mlp}
+    kinds |= dict.fromkeys(("GDN projections", "attention projections"), line.scheme.mixer)
+    rows, small = [("group", "format", "reads", "GB")], 0
+    for kind, fmt in kinds.items():
+        groups = [group for group in line.target if group.kind == kind]
+        codes, scales, rest = _split(groups, fmt)
+        small += rest
+        coded = f"{fmt.name.upper()} codes" if scales else fmt.name.upper()
+        rows.append((f"{kind}, {groups[0].parts[0].count} layers", coded, "1", f"{codes / 1e9:.3f}"))
+        if scales:
+            rows.append((f"{kind.split()[0]} block scales", f"E4M3 per {fmt.group}", "1", f"{scales / 1e9:.3f}"))
+    small += sum(group.nbytes for group in line.target if group.kind == "small")
+    head = f"{line.scheme.head.name.upper()} + scales"
+    rows += [
+        ("small bf16 tensors (a, b projections, norms, conv)", "bf16", "1", f"{small / 1e9:.3f}"),
+        ("vocabulary head", head, "2" if line.draft else "1", f"{line.head.nbytes / 1e9:.3f}"),
+        ("read on every pass", "", "", f"{line.target_bytes / 1e9:.3f}"),
+    ]
+    gathered = [group for group in line.target if not group.reads]
+    name, fmt = "token embedding (one row gathered)", line.scheme.embedding.name
+    return [*rows, *((name, fmt, "0", f"{group.nbytes / 1e9:.3f}") for group in gathered)]
+
+
+def _split(groups: list[Group], fmt: Format) -> tuple[int, int, int]:
+    """Bytes of codes, of group scales, and of what is in another format or is one scale a matrix."""
+    codes = scales = rest = 0
+    for part in (part for group in groups for part in group.parts):
+        for shape, own in part.tensors:
+            if own != fmt:
+                rest += own.nbytes(shape) * part.count
+                continue
+            codes += fmt.code_bytes(shape) * part.count
+            scales += (fmt.all_scale_bytes(shape) - fmt.tensor_scale_bytes) * part.count
+            rest += fmt.tensor_scale_bytes * part.count
+    return codes, scales, rest
+
+
+def _figure(cell: str) -> bool:
+    return cell[0].isdigit() and not any(word in cell for word in ("×", " a token", "parameters"))

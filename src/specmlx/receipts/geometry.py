@@ -1,0 +1,146 @@
+"""Shapes of targets and drafters: built in, or read from a config.json."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specmlx.formats.sizes import FORMATS, quantized
+from specmlx.targets.config import FULL, LINEAR, HybridConfig
+
+DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
+KINDS = (DFLASH, DFLASH2, DSPARK)
+
+TARGETS = {
+    "qwen3.8-27b": HybridConfig(
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        head_dim=256,
+        vocab_size=248320,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        full_attention_interval=4,
+    )
+}
+
+
+@dataclass(frozen=True)
+class DraftGeometry:
+    """A block drafter's shapes; the defaults are those of the drafters published for Qwen3.8-27B.
+
+    taps: layers of the target whose outputs the drafter reads. block_size: rows that it runs.
+    selector_rank, conv_kernel_size, conv_group_size: DFlash 2's. markov_rank: DSpark's.
+    """
+
+    kind: str
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    taps: int = 5
+    block_size: int = 8
+    selector_rank: int = 0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    markov_rank: int = 0
+
+    @property
+    def max_width(self) -> int:
+        """γ, the tokens of a whole proposal."""
+        return self.block_size if self.kind == DSPARK else self.block_size - 1
+
+
+def published_drafter(kind: str, target: HybridConfig) -> DraftGeometry:
+    """The drafter that publishers train for a target of this size: five layers as wide as the target's, block 8.
+
+    RadixArk's DSpark has a block of 7, of which every row proposes. Raises ValueError for an unknown kind.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of drafter {kind!r}: there are {', '.join(KINDS)} and none")
+    own: dict[str, int] = {
+        DFLASH: {},
+        DFLASH2: {"selector_rank": 256, "conv_kernel_size": 2},
+        DSPARK: {"markov_rank": 256, "block_size": 7},
+    }[kind]
+    return DraftGeometry(kind, target.hidden_size, target.intermediate_size, target.vocab_size, **own)
+
+
+def target_geometry(name: str) -> tuple[HybridConfig, str | None]:
+    """The geometry of a built-in name, a config.json, a checkpoint directory or a Hub id, and its files' format.
+
+    Of a Hub id config.json alone is downloaded. Raises ValueError, one line, for what is no dense hybrid.
+    """
+    if name.lower() in TARGETS:
+        return TARGETS[name.lower()], None
+    config = _config(name)
+    try:
+        geometry = HybridConfig.from_dict(config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    if getattr(geometry, "num_experts", 0):
+        raise ValueError(f"{name}: which experts are read depends on the text, so its bytes don't follow from shapes")
+    # The demo's files are float16, and loaded as float32.
+    return geometry, "fp32" if name.partition("/")[0] == "demo" else stored_format(config)
+
+
+def stored_format(config: dict[str, Any]) -> str:
+    """The name of the format that a config.json says its weights are in."""
+    if entry := config.get("quantization"):
+        return quantized(entry.get("mode", "affine"), entry["bits"], entry["group_size"]).name
+    other = config.get("quantization_config") or {}
+    if other.get("quant_method") == "modelopt" or "NVFP4" in str(other.get("quant_algo")):
+        return "modelopt-nvfp4"
+    if other.get("quant_method") == "fp8":
+        return "fp8-block"
+    text = config.get("text_config") or {}
+    dtype = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "bfloat16")
+    short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(str(dtype))
+    if short not in FORMATS:
+        raise ValueError(f"config.json has dtype {dtype!r}: pass --weights")
+    return short
+
+
+def layers_of(config: HybridConfig) -> tuple[int, int]:
+    """How many layers are Gated DeltaNet and how many full attention."""
+    return config.layer_types.count(LINEAR), config.layer_types.count(FULL)
+
+
+def _config(name: str) -> dict[str, Any]:
+    from specmlx.formats.checkpoint import read_config
+    from specmlx.loading import DEMO, resolve
+
+    path = Path(name).expanduser()
+    if path.suffix == ".json":
+        if not path.is_file():
+            raise ValueError(f"no such file: {name}")
+        return read_config(path.parent, path.name)
+    if path.exists() or name.split("/")[0] == DEMO or name.count("/") != 1 or name[0] in "./~":
+        if not path.exists() and "/" not in name and name != DEMO:
+            known = ", ".join(TARGETS)
+            raise ValueError(
+                f"no geometry named {name}: there are {known}; or pass a config.json, a directory, a Hub id"
+            )
+        return read_config(resolve(name))
+    return read_config(_from_hub(name))
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{name} is neither a directory nor in the local Hub cache, and the Hub can't be reached"
+        ) from None
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        raise ValueError(f"can't get config.json of {name}: {' '.join(str(error).split())[:300]}") from None

@@ -1,0 +1,56 @@
+"""Ceiling lines over the acceptance length, a line a chip, with claims as points. Needs matplotlib."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from specmlx.receipts.chips import Chip
+from specmlx.receipts.roofline import Roofline
+
+SUFFIXES = (".png", ".svg")
+
+
+def check_plot(path: Path) -> None:
+    """Raises ValueError, one line, for a file that is neither PNG nor SVG, and where matplotlib is missing."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"--plot {path}: the file's name must end in {' or '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--plot {path}: there is no directory {path.parent}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install 'specmlx[plot]'") from None
+
+
+def plot_ceilings(
+    line: Roofline,
+    path: Path,
+    chips: Sequence[Chip],
+    context: int = 0,
+    points: Sequence[tuple[float, float]] = (),
+    title: str = "",
+) -> None:
+    """Write the byte limits of chips for τ from 1 to the round's rows; `points` are (tok/s, τ)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    taus = [1.0, float(max(line.rows, 2))]
+    # Chips of one bandwidth have one line.
+    for i, bandwidth in enumerate(sorted({chip.bandwidth for chip in chips}, reverse=True)):
+        names = ", ".join(chip.name for chip in chips if chip.bandwidth == bandwidth)
+        label = f"{names} {bandwidth:g} GB/s".strip()
+        limits = [line.ceiling(bandwidth, tau, context) for tau in taus]
+        axes.plot(taus, limits, label=label, linewidth=1.2, linestyle="-" if i < 10 else "--")
+    for speed, tau in points:
+        axes.plot([tau], [speed], "ko", markersize=5)
+        axes.annotate(f"{speed:g} tok/s", (tau, speed), textcoords="offset points", xytext=(6, -4), fontsize=8)
+    axes.set_xlabel("τ, tokens a round")
+    axes.set_ylabel("tok/s, at most (byte limit)")
+    axes.set_xlim(taus[0], taus[1])
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=150)

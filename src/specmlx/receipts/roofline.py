@@ -1,0 +1,182 @@
+"""Bytes a round moves, and the tokens per second that a bandwidth and an acceptance length allow at most."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from specmlx.receipts.chips import Chip
+from specmlx.receipts.geometry import DraftGeometry, layers_of
+from specmlx.receipts.tensors import Group, Scheme, draft_groups, target_groups
+from specmlx.targets.config import HybridConfig
+
+# Bytes of one value of the KV cache, and of what a token, head and K or V add to it.
+KV_FORMATS = {"fp32": (4, 0), "bf16": (2, 0), "fp16": (2, 0), "int8": (1, 4)}
+# Splash, the engine of the first article, packs GDN input rows and conv inputs to these multiples.
+SPLASH_ROWS, SPLASH_PAGE = 256, 16384
+
+
+@dataclass(frozen=True)
+class State:
+    """What a lane's conversation keeps beside its keys and values: a Gated DeltaNet state a layer."""
+
+    layers: int
+    heads: int
+    value_dim: int
+    key_dim: int
+    conv_layer_bytes: int
+
+    @property
+    def recurrent_bytes(self) -> int:
+        """S, float32, of all layers."""
+        return self.layers * self.heads * self.value_dim * self.key_dim * 4
+
+    @property
+    def conv_bytes(self) -> int:
+        return self.layers * self.conv_layer_bytes
+
+    @property
+    def nbytes(self) -> int:
+        return self.recurrent_bytes + self.conv_bytes
+
+    @property
+    def moved(self) -> int:
+        """Bytes a round moves: read once, written once."""
+        return 2 * self.nbytes
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a speed implies: bytes per second, and their share of a bus."""
+
+    tokens_per_second: float
+    tau: float
+    bytes_per_second: float
+    bandwidth: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Of the bus, 1 being all of it."""
+        return None if self.bandwidth is None else self.bytes_per_second / (self.bandwidth * 1e9)
+
+    @property
+    def impossible(self) -> bool:
+        return self.share is not None and self.share > 1
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """One round of a target with a drafter or none, accounted from shapes and formats.
+
+    Every weight counts once per round for all rows, the head once more for the drafter, and gathered rows nothing.
+    Activations, logits and the rows' own keys and values are left out: they are small, and a floor stays a floor.
+
+    Args:
+        scheme: formats of the target's tensors; the drafter's matrices are in `scheme.drafter`.
+        kv: a key of KV_FORMATS.
+        splash: pad as Splash packs.
+        width: drafted tokens verified in a round; default all of the drafter's.
+    """
+
+    config: HybridConfig
+    scheme: Scheme
+    draft: DraftGeometry | None = None
+    kv: str = "bf16"
+    lanes: int = 1
+    splash: bool = False
+    width: int | None = None
+
+    @cached_property
+    def target(self) -> list[Group]:
+        return target_groups(self.config, self.scheme, SPLASH_ROWS if self.splash else 1)
+
+    @cached_property
+    def drafter(self) -> list[Group]:
+        """The drafter's own groups."""
+        return [] if self.draft is None else draft_groups(self.draft, self.scheme.drafter)
+
+    @property
+    def head(self) -> Group:
+        return next(group for group in self.target if group.kind == "vocabulary head")
+
+    @property
+    def rows(self) -> int:
+        """T, the rows that a verify pass runs in each lane."""
+        if self.draft is None:
+            return 1
+        return 1 + (self.draft.max_width if self.width is None else self.width)
+
+    @property
+    def state(self) -> State:
+        config = self.config
+        channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+        channels += config.linear_num_value_heads * config.linear_value_head_dim
+        conv = (config.linear_conv_kernel_dim - 1) * channels * 2
+        return State(
+            layers_of(config)[0],
+            config.linear_num_value_heads,
+            config.linear_value_head_dim,
+            config.linear_key_head_dim,
+            -(-conv // SPLASH_PAGE) * SPLASH_PAGE if self.splash else conv,
+        )
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Keys and values of one token, all layers."""
+        each, scale = KV_FORMATS[self.kv]
+        per_head = self.config.head_dim * each + scale
+        return layers_of(self.config)[1] * 2 * self.config.num_key_value_heads * per_head
+
+    @property
+    def target_bytes(self) -> int:
+        """Weights that a pass over the target reads."""
+        return sum(group.read for group in self.target)
+
+    @property
+    def draft_bytes(self) -> int:
+        """Weights that a proposal reads: the drafter's own, and the target's head."""
+        return sum(group.read for group in self.drafter) + self.head.nbytes if self.draft else 0
+
+    def round_bytes(self, context: int = 0, drafting: bool = True) -> int:
+        """Bytes of a round of all lanes, each with `context` tokens in its KV cache."""
+        weights = self.target_bytes + (self.draft_bytes if drafting else 0)
+        return weights + self.lanes * (self.state.moved + context * self.kv_token_bytes)
+
+    def ceiling(self, bandwidth: float, tau: float = 1.0, context: int = 0, drafting: bool = True) -> float:
+        """At most so many tokens per second of all lanes together, `bandwidth` in GB/s: the byte limit."""
+        return self.lanes * tau * bandwidth * 1e9 / self.round_bytes(context, drafting)
+
+    def claim(self, tokens_per_second: float, tau: float, bandwidth: float | None = None, context: int = 0) -> Claim:
+        """What a speed of all lanes together implies."""
+        rounds = tokens_per_second / (self.lanes * tau)
+        return Claim(tokens_per_second, tau, rounds * self.round_bytes(context), bandwidth)
+
+    def multiply_adds(self, drafting: bool = True) -> int:
+        """Multiply-adds of a round's matrices with its rows; attention, recurrence and decoding of weights left out."""
+        T = self.rows if drafting else 1
+        slots = T - 1
+        rows = {"verify": T, "block": self.draft.block_size if self.draft else 0, "slots": 1, "": 0}
+        total = sum(group.parameters * rows[group.rows] for group in self.target)
+        if self.draft and drafting:
+            total += self.head.parameters * slots
+            total += sum(group.parameters * max(group.reads, 1) * rows[group.rows] for group in self.drafter)
+        return self.lanes * total
+
+    def arithmetic_limit(self, chip: Chip, tau: float = 1.0, drafting: bool = True) -> float | None:
+        """At most so many tokens per second by the ALUs of a chip; None where tensor units lift that limit."""
+        peak = chip.multiply_adds
+        return None if peak is None else self.lanes * tau * peak / self.multiply_adds(drafting)
+
+
+def asked(rows: int, bandwidth: float, bytes_per_weight: float) -> float:
+    """Multiply-adds a second that `rows` rows ask for where weights stream at `bandwidth` GB/s."""
+    return rows * bandwidth * 1e9 / bytes_per_weight
+
+
+def acceptance_of(tau: float, width: int) -> float:
+    """The share of `width` drafted tokens that is accepted where a pass delivers τ = 1 + width × share tokens."""
+    return (tau - 1) / width
+
+
+def check_tau(tau: float, rows: int) -> None:
+    """Raises ValueError for an acceptance length that a round of `rows` rows can't have."""
+    if not 1 <= tau <= rows:
+        raise ValueError(f"τ is {tau:g}: a round of {rows} row{'s' if rows > 1 else ''} delivers 1 to {rows} tokens")
