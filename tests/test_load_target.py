@@ -183,7 +183,7 @@ WRONG = {
     "config is no JSON": (lambda path: (path / "config.json").write_text("{"), "JSON"),
     "config is a list": (lambda path: (path / "config.json").write_text("[]"), "list"),
     "empty config": (lambda path: (path / "config.json").write_text("{}"), "model_type None"),
-    "not a hybrid": (lambda path: edit(path, model_type="llama"), "'llama'"),
+    "no model of mlx-lm": (lambda path: edit(path, model_type="nollama"), "nollama"),
     "experts without sizes": (lambda path: edit(path, num_experts=4), "num_experts_per_tok"),
     "a drafter": (lambda path: edit(path, architectures=["DFlashDraftModel"]), "draft_model"),
     "config lacks a size": (lambda path: edit(path, hidden_size=None), "hidden_size"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.proposal import Drafter
@@ -26,6 +27,8 @@ from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
 from specmlx.state.store import PromptCache
+from specmlx.targets.adopt import as_target
+from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 
 __all__ = [
@@ -75,7 +78,7 @@ class GenerationResponse:
 
 
 def stream_generate(
-    model: Model,
+    model: nn.Module,
     tokenizer: Any,
     prompt: str | mx.array | Sequence[int],
     max_tokens: int = 256,
@@ -99,6 +102,7 @@ def stream_generate(
     """Generate text token by token with mlx_lm's signature and, where the model has a drafter, several tokens a pass.
 
     Args:
+        model: what `specmlx.load` or `mlx_lm.load` returned, or `mlx_lm.models` made; it is not changed.
         prompt: text, ids, or an array of ids; with a `prompt_cache` that holds rows, only what is new.
         max_tokens: -1 for no limit.
         draft_model: "auto" (the one loaded with the model), None for plain decoding, a drafter, or its path.
@@ -114,8 +118,7 @@ def stream_generate(
 
     Raises ValueError for options that can't be honoured, an empty prompt, ids outside the vocabulary, max_tokens of 0.
     """
-    if not isinstance(model, Model):
-        raise ValueError(f"{type(model).__name__} is not a specmlx model: load it with specmlx.load")
+    model = as_target(model)
     refused = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "input_embeddings": input_embeddings}
     for name, value in refused.items():
         if value is not None:
@@ -150,7 +153,7 @@ def stream_generate(
 
 
 def generate(
-    model: Model,
+    model: nn.Module,
     tokenizer: Any,
     prompt: str | mx.array | Sequence[int],
     verbose: bool = False,
@@ -257,7 +260,7 @@ def _on_stream(tokens: Iterator[Token], stream: Any) -> Iterator[Token]:
             yield token
 
 
-def _drafting(model: Model, draft_model: Any, num_draft_tokens: int | None, policy: Policy):
+def _drafting(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | None, policy: Policy):
     """The drafter to use, or none, and the stats that say so."""
     reason = policy.reason
     if isinstance(draft_model, str) and draft_model == AUTO:
@@ -276,7 +279,7 @@ def _drafting(model: Model, draft_model: Any, num_draft_tokens: int | None, poli
         raise ValueError(
             f"draft_model is a {type(drafter).__name__}: load a DFlash or DSpark drafter with specmlx.load_drafter"
         )
-    if isinstance(drafter, BlockDrafter) and drafter.target is not model:
+    if isinstance(drafter, BlockDrafter) and drafter.target.embedding is not model.embedding:
         raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
     if num_draft_tokens == 0:
         return None, Stats(mode="plain", reason="num_draft_tokens is 0")

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from specmlx.drafters import checkpoint as drafter_checkpoint
 from specmlx.drafters.proposal import Drafter
+from specmlx.targets.adopt import as_target
+from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.hybrid import Model
 
@@ -29,7 +32,7 @@ def load(
     draft_model: Any = AUTO,
     dtype: mx.Dtype | str | None = None,
 ):
-    """Load a hybrid target and its tokenizer as mlx_lm.load does, and keep a drafter as `model.draft_model`.
+    """Load a target and its tokenizer as mlx_lm.load does, and keep a drafter as `model.draft_model`.
 
     Args:
         path_or_hf_repo: a directory, a Hub id, or "demo" (the embedded pair, the default).
@@ -37,8 +40,8 @@ def load(
             for it), None, a path or Hub id, or a drafter.
         dtype: "float32", "bfloat16", "float16" or an mx.Dtype; default: the files' own, float32 for the demo.
 
-    Returns (model, tokenizer), with the config third if `return_config`. Raises ValueError in one line for what is not
-    a dense hybrid, a drafter that does not fit, and files that are missing or corrupt.
+    Returns (model, tokenizer), with the config third if `return_config`. Raises ValueError in one line for what is no
+    language model, a drafter that does not fit, and files that are missing or corrupt.
     """
     from mlx_lm.utils import load_tokenizer
 
@@ -62,13 +65,14 @@ def load(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def load_drafter(path_or_hf_repo: str, model: Model, *, dtype: mx.Dtype | str | None = None) -> Drafter:
+def load_drafter(path_or_hf_repo: str, model: nn.Module, *, dtype: mx.Dtype | str | None = None) -> Drafter:
     """Load a drafter (a directory, a Hub id, "demo/dflash" or "demo/dspark") and pair it with a loaded target.
 
     `dtype`: the target's own where it is unset. Raises ValueError in one line where the pair does not fit (both values
     named) or files are missing or corrupt.
     """
-    dtype = _dtype(dtype) or model.model.norm.weight.dtype
+    model = as_target(model)
+    dtype = _dtype(dtype) or model.dtype
     return drafter_checkpoint.load_drafter(resolve(path_or_hf_repo), model, dtype)
 
 
@@ -111,7 +115,7 @@ def _download(name: str, revision: str | None, local_only: bool) -> Path:
         raise ValueError(f"can't get {name} from the Hub: {' '.join(str(error).split())[:300]}") from None
 
 
-def _attach(model: Model, path: Path, draft_model: Any, dtype: mx.Dtype | None) -> None:
+def _attach(model: Model | AnyLM, path: Path, draft_model: Any, dtype: mx.Dtype | None) -> None:
     if draft_model is None:
         model.attach(None, "draft_model is None")
     elif draft_model != AUTO:
@@ -125,7 +129,7 @@ def _attach(model: Model, path: Path, draft_model: Any, dtype: mx.Dtype | None) 
         model.attach(None, f"no drafter: {path} names none and has no folder draft/")
 
 
-def _attach_named(model: Model, path: Path, name: str, dtype: mx.Dtype | None) -> None:
+def _attach_named(model: Model | AnyLM, path: Path, name: str, dtype: mx.Dtype | None) -> None:
     beside = path / name
     try:
         found = beside if beside.is_dir() else resolve(name, local_only=True)

@@ -6,31 +6,32 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.state import conversation as conversations
+from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
-from specmlx.targets import stock
+from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 
 
 class InUse:
     """Stands in a stock cache list for a layer while a generator holds the list's conversation."""
 
-    def __init__(self, model: Model, conversation: Conversation, cache: Any):
+    def __init__(self, model: Model | AnyLM, conversation: Conversation, cache: Any):
         self.model = model
         self.conversation = conversation
         self.cache = cache
 
 
 def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> Any:
-    """The state of one conversation, to be given as `prompt_cache=` turn by turn; for other models, mlx-lm's list.
+    """The state of one conversation, to be given as `prompt_cache=` turn by turn; for mlx-lm's own models, its list.
 
-    Raises ValueError for `max_kv_size`, which a hybrid can't honour.
+    Raises ValueError for `max_kv_size`, which can't be honoured.
     """
-    if not isinstance(model, Model):
+    if not isinstance(model, (Model, AnyLM)):
         from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
         return stock_prompt_cache(model, max_kv_size)
     if max_kv_size is not None:
-        raise ValueError(f"max_kv_size={max_kv_size} is not supported: a hybrid keeps all keys; leave it out")
+        raise ValueError(f"max_kv_size={max_kv_size} is not supported: all keys are kept; leave it out")
     return Conversation(model.new_states())
 
 
@@ -43,6 +44,8 @@ def save_prompt_cache(file_name: str, cache: Any, metadata: dict[str, str] | Non
         held = cache[0]
         close_cache(held.model, cache, held.conversation, held.conversation.claim())
     if isinstance(cache, Conversation):
+        if isinstance(cache.states, CacheStates):
+            raise ValueError("only a hybrid's conversation can be saved: use mlx_lm's list of caches as prompt_cache")
         conversations.save(file_name, cache, metadata)
         return
     from mlx_lm.models.cache import save_prompt_cache as save_stock
@@ -72,28 +75,27 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
         raise ValueError(f"{file_name} is no prompt cache: {error}") from None
 
 
-def open_cache(model: Model, prompt_cache: Any) -> Conversation:
+def open_cache(model: Model | AnyLM, prompt_cache: Any) -> Conversation:
     """The conversation that `prompt_cache` (None, ours, a stock list) stands for; TypeError for anything else."""
     if prompt_cache is None:
         return make_prompt_cache(model)
     if isinstance(prompt_cache, Conversation):
-        if len(prompt_cache.states.layers) != len(model.layers):
-            raise ValueError(
-                f"prompt_cache has {len(prompt_cache.states.layers)} layers but the model has {len(model.layers)}"
-            )
+        states = prompt_cache.states
+        if isinstance(states, CacheStates) != isinstance(model, AnyLM) or len(states.layers) != model.state_layers:
+            raise ValueError(f"prompt_cache has {len(states.layers)} layers but the model has {model.state_layers}")
         return prompt_cache
     if not isinstance(prompt_cache, list):
         raise TypeError(f"prompt_cache is a {type(prompt_cache).__name__}: pass make_prompt_cache(model)")
     if prompt_cache and isinstance(prompt_cache[0], InUse):
         return prompt_cache[0].conversation
-    states = stock.import_caches(prompt_cache, model.new_states())
+    states = model.import_caches(prompt_cache)
     # mlx-lm's caches do not say which ids they hold; nothing here needs the ids, only how many they are.
     conversation = Conversation(states, [-1] * states.length)
     prompt_cache[:] = [InUse(model, conversation, cache) for cache in prompt_cache]
     return conversation
 
 
-def close_cache(model: Model, prompt_cache: Any, conversation: Conversation, owner: int) -> None:
+def close_cache(model: Model | AnyLM, prompt_cache: Any, conversation: Conversation, owner: int) -> None:
     """Hand a stock list its layers back; as mlx-lm's own they hold every token given, so the pending one runs."""
     if not isinstance(prompt_cache, list) or not conversation.owned_by(owner) or conversation.states.broken:
         return
@@ -103,4 +105,4 @@ def close_cache(model: Model, prompt_cache: Any, conversation: Conversation, own
         conversation.states.evaluate()
         conversation.states.commit(1)
     prompt_cache[:] = [held.cache for held in prompt_cache]
-    stock.export_caches(conversation.states, prompt_cache)
+    model.export_caches(conversation.states, prompt_cache)

@@ -1,4 +1,4 @@
-"""A target from a checkpoint directory: mlx-lm's files and raw Hugging Face ones."""
+"""A target from a checkpoint directory: mlx-lm's files and raw Hugging Face ones, of a hybrid or any mlx-lm model."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from mlx.utils import tree_map_with_path
 
 from specmlx.formats.checkpoint import read_config, weight_files
 from specmlx.formats.dense import column_major
+from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
 
@@ -15,15 +16,15 @@ MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qw
 
 
 def check_target(config: dict[str, Any], path: Path | str) -> None:
-    """Raise ValueError in one line unless `config` is a Qwen3.5-family hybrid's."""
+    """Raise ValueError in one line for a drafter's config, and for a hybrid's that makes no sense."""
     architectures = " ".join(config.get("architectures") or [])
     if any(word in architectures for word in ("DFlash", "DSpark", "Speculator")):
         raise ValueError(f"{path} is a drafter ({architectures}), not a target: pass it as draft_model")
     model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{path} has model_type {model_type!r}: its config.json is no language model's")
     if model_type not in MODEL_TYPES:
-        raise ValueError(
-            f"{path} has model_type {model_type!r}, not a hybrid that specmlx runs ({', '.join(MODEL_TYPES)})"
-        )
+        return
     try:
         HybridConfig.from_dict(config)
     except (TypeError, ValueError) as error:
@@ -38,14 +39,17 @@ def load_target(
     strict: bool = True,
     model_config: dict[str, Any] | None = None,
     adapter_path: str | None = None,
-) -> tuple[Model, dict[str, Any]]:
+) -> tuple[Model | AnyLM, dict[str, Any]]:
     """The model of a checkpoint directory and its config; `dtype` overrides the dtype of the file's unpacked weights.
 
-    Raises ValueError in one line for what is not a hybrid, and for missing, extra, corrupt or truncated weights.
+    Hybrids are ours, any other model is mlx-lm's. Raises ValueError in one line for what mlx-lm does not know, and for
+    missing, extra, corrupt or truncated weights.
     """
-    from mlx_lm.utils import load_adapters, load_model
+    from mlx_lm.utils import _get_classes, load_adapters, load_model
 
-    check_target(read_config(path) | (model_config or {}), path)
+    config = read_config(path) | (model_config or {})
+    check_target(config, path)
+    hybrid = config["model_type"] in MODEL_TYPES
     weight_files(path)
     try:
         model, config = load_model(
@@ -53,7 +57,7 @@ def load_target(
             lazy=True,
             strict=strict,
             model_config=model_config,
-            get_model_classes=lambda config: (Model, HybridConfig),
+            get_model_classes=lambda config: (Model, HybridConfig) if hybrid else _get_classes(config),
         )
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
@@ -68,7 +72,7 @@ def load_target(
         column_major(model)
     if not lazy:
         mx.eval(model.parameters())
-    return model, config
+    return model if hybrid else AnyLM(model, config), config
 
 
 def cast(model, dtype: mx.Dtype) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +15,7 @@ from specmlx.state.layers import Layer, LayerStates, Origin, Pass
 from specmlx.targets import stock
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import LINEAR, HybridConfig
+from specmlx.targets.drafting import Drafting
 from specmlx.targets.gated_delta import FusedGatedDeltaNet, GatedDeltaNet
 from specmlx.targets.mlp import make_mlp
 from specmlx.targets.weights import sanitize
@@ -84,11 +84,11 @@ class Model(nn.Module):
         self.args = config
         self.model_type = config.model_type
         self.language_model = TextModel(config)
-        self.attach(None, "no drafter was loaded")
+        self._drafting = Drafting()
 
     def attach(self, drafter: Drafter | None, reason: str | None = None) -> None:
         """Keep a drafter as `draft_model`, outside the parameter tree; `reason` says why there is none."""
-        self._drafting = SimpleNamespace(drafter=drafter, reason=reason)
+        self._drafting = Drafting(drafter, reason)
 
     @property
     def draft_model(self) -> Drafter | None:
@@ -120,6 +120,16 @@ class Model(nn.Module):
     def layers(self) -> list[DecoderLayer]:
         return self.model.layers
 
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of activations."""
+        return self.model.norm.weight.dtype
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The table of embeddings."""
+        return self.model.embed_tokens
+
     def embed_tokens(self, ids: mx.array) -> mx.array:
         """Embeddings `[..., D]` of token ids `[...]`."""
         return self.model.embed_tokens(ids)
@@ -130,9 +140,8 @@ class Model(nn.Module):
 
     def new_states(self, batch: int = 1) -> LayerStates:
         """The states of `batch` conversations before their first row."""
-        dtype = self.model.norm.weight.dtype
         states = LayerStates(
-            [layer.linear_attn.empty(batch, dtype) if layer.is_linear else None for layer in self.layers], batch
+            [layer.linear_attn.empty(batch, self.dtype) if layer.is_linear else None for layer in self.layers], batch
         )
         # An array that is still lazy could only be evaluated in this thread.
         mx.eval([layer[:2] for layer in states.layers if layer is not None])
@@ -208,6 +217,19 @@ class Model(nn.Module):
     def make_cache(self) -> list:
         """Empty stock mlx-lm caches, one a layer, for mlx-lm's own `generate` and cache files."""
         return stock.empty_caches([layer.is_linear for layer in self.layers])
+
+    @property
+    def state_layers(self) -> int:
+        """How many layers keep a state."""
+        return len(self.layers)
+
+    def import_caches(self, caches: list) -> LayerStates:
+        """States that hold what stock mlx-lm caches hold."""
+        return stock.import_caches(caches, self.new_states())
+
+    def export_caches(self, states: LayerStates, caches: list) -> None:
+        """Write the committed rows into stock mlx-lm caches, in place."""
+        stock.export_caches(states, caches)
 
     def __call__(
         self, inputs: mx.array, cache: list | None = None, input_embeddings: mx.array | None = None

@@ -1,0 +1,82 @@
+"""Keys and values of a sliding-window layer in their order, so that rows can be taken back."""
+
+import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache
+
+from specmlx.state.kv import KV, reserve, write
+
+# Rows leave the buffer this many at a time: fewer masked rows in front change no bit on the CPU.
+_GRID = 256
+
+
+class WindowCache:
+    """In place of mlx-lm's RotatingKVCache (keep 0): a query sees the same rows, and they stay in order.
+
+    `offset` may be set back to where the last writing began. Past the window the sums of attention run in the order
+    of the rows, in RotatingKVCache in rotated order: equal up to rounding.
+    """
+
+    def __init__(self, max_size: int):
+        self.max_size = max_size
+        self.offset = 0
+        self._kv: KV | None = None
+        self._first = 0
+
+    @classmethod
+    def of(cls, cache: RotatingKVCache) -> "WindowCache":
+        """The rows of a cache of mlx-lm's, in order."""
+        own = cls(cache.max_size)
+        if not cache.empty():
+            own._kv = KV(cache._temporal_order(cache.keys), cache._temporal_order(cache.values))
+            own.offset = cache.offset
+            own._first = cache.offset - own._kv.capacity
+        return own
+
+    def export(self, cache: RotatingKVCache) -> None:
+        """Write the window's rows into a cache of mlx-lm's, in place."""
+        if self._kv is None:
+            return
+        end = self.offset - self._first
+        first = max(0, end - self.max_size)
+        cache.keys, cache.values = (mx.contiguous(x[:, :, first:end]) for x in self._kv)
+        cache.offset, cache._idx = self.offset, end - first
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write rows `[B, H, T, D]`; all rows of the buffer up to them."""
+        gone, held = self._split()
+        if gone:
+            self._kv = KV(*(x[:, :, gone : gone + held] for x in self._kv))
+            self._first += gone
+        end = held + keys.shape[2]
+        self._kv = write(reserve(self._kv, end, keys, values), keys, values, held)
+        self.offset = self._first + end
+        return self._kv.keys[:, :, :end], self._kv.values[:, :, :end]
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
+        """The mask of the next N rows over what `update_and_fetch` will return for them."""
+        window = window_size or self.max_size
+        _, held = self._split()
+        if held + N <= window and not return_array:
+            return "causal" if N > 1 else None
+        rows, queries = mx.arange(held + N), mx.arange(held, held + N)[:, None]
+        return (rows <= queries) & (queries - rows < window)
+
+    def _split(self) -> tuple[int, int]:
+        """Rows in front that no later query sees, on the grid, and the rows held behind them."""
+        held = self.offset - self._first
+        gone = max(0, held - self.max_size + 1) // _GRID * _GRID
+        return gone, held - gone
+
+    def arrays(self) -> list[mx.array]:
+        return [] if self._kv is None else list(self._kv)
+
+    @property
+    def state(self) -> list[mx.array]:
+        return self.arrays()
+
+    def empty(self) -> bool:
+        return self._kv is None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._kv is None else self._kv.nbytes

@@ -1,0 +1,173 @@
+"""Any other mlx-lm model as a target: its own code and caches, behind the two ways to run rows that the loop needs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from specmlx.drafters.proposal import Drafter
+from specmlx.state.caches import CacheStates
+from specmlx.state.layers import Pass
+from specmlx.targets.drafting import Drafting
+from specmlx.targets.taps import Outline
+
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """What pairing needs to know of a target."""
+
+    model_type: str
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+    draft_model: str | None = None
+
+
+class AnyLM(nn.Module):
+    """A model object of mlx-lm's as a target. Its modules are not touched; rejected rows are trimmed or replayed.
+
+    Where a cache can't be trimmed (recurrent layers), the rows accepted since the last snapshot run again in front of
+    the next pass, up to 16 of them, and in a pass of their own beyond that.
+    """
+
+    def __init__(self, model: nn.Module, config: dict[str, Any] | None = None):
+        super().__init__()
+        self.lm = model
+        self._config = _config(model, config or {})
+        self._outline = Outline(model)
+        self._state_layers = len(make_prompt_cache(model))
+        self._drafting = Drafting()
+
+    @property
+    def config(self) -> LMConfig:
+        return self._config
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def layers(self) -> list:
+        return self._outline.layers
+
+    @property
+    def state_layers(self) -> int:
+        """How many caches the model keeps."""
+        return self._state_layers
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of activations."""
+        return self.embed_tokens(mx.zeros((1, 1), dtype=mx.int32)).dtype
+
+    def attach(self, drafter: Drafter | None, reason: str | None = None) -> None:
+        """Keep a drafter as `draft_model`; `reason` says why there is none."""
+        self._drafting = Drafting(drafter, reason)
+
+    @property
+    def draft_model(self) -> Drafter | None:
+        return self._drafting.drafter
+
+    @property
+    def no_draft_reason(self) -> str | None:
+        """Why `draft_model` is None, in one line."""
+        return self._drafting.reason
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The table of embeddings. Raises ValueError where the model's code has it under no name that is known."""
+        for name in _EMBEDDINGS:
+            if name in self._outline.inner:
+                return self._outline.inner[name]
+        raise ValueError(f"{self.config.model_type} has no table of embeddings named {' or '.join(_EMBEDDINGS)}")
+
+    def embed_tokens(self, ids: mx.array) -> mx.array:
+        """Embeddings `[..., D]` of token ids `[...]`, as they are in the table."""
+        return self.embedding(ids)
+
+    def lm_head(self, h: mx.array) -> mx.array:
+        """Logits `[..., V]` of hidden rows `[..., D]` that the final norm has seen, by the model's own code."""
+        rows = h.reshape(1, -1, h.shape[-1])
+        return self._outline.head(rows).reshape(*h.shape[:-1], -1)
+
+    def new_states(self, batch: int = 1) -> CacheStates:
+        """The state of a conversation before its first row. Raises ValueError for more than one lane."""
+        if batch != 1:
+            raise ValueError(f"{self.config.model_type} runs one conversation at a time, not {batch}")
+        return CacheStates(make_prompt_cache(self.lm))
+
+    def verify(self, states: CacheStates, rows: mx.array, tap_ids: Sequence[int] = ()) -> Pass:
+        """Rows `[1, T]` (int32 ids) after the committed ones: logits `[1, T, V]`, features `[1, T, F]`; none committed.
+
+        Raises RuntimeError, before anything changes, while the last pass is neither committed nor aborted.
+        """
+        if states.overdue:
+            self._replay(states)
+        logits, features = self._run(states, rows, tap_ids)
+        first = states.replayed
+        found = Pass(rows.shape[1], [], logits[:, first:], None if features is None else features[:, first:])
+        states.outputs = found.arrays()
+        return found
+
+    def prefill(
+        self, states: CacheStates, tokens: mx.array, tap_ids: Sequence[int] = (), step_size: int = 2048
+    ) -> Iterator[tuple[mx.array, mx.array | None]]:
+        """Run tokens `[1, L]` that are all kept, and yield each step's tokens and features once it is committed."""
+        while tokens.shape[1]:
+            step, tokens = tokens[:, :step_size], tokens[:, step_size:]
+            features = self.verify(states, step, tap_ids).features
+            try:
+                # The logits are never evaluated.
+                states.outputs = [] if features is None else [features]
+                states.evaluate()
+                states.commit(step.shape[1])
+            except BaseException:
+                states.abort()
+                raise
+            mx.clear_cache()
+            yield step, features
+
+    def _run(self, states: CacheStates, rows: mx.array, tap_ids: Sequence[int]):
+        ids = states.begin(rows)
+        try:
+            return self._outline.rows(ids, states.caches, tap_ids)
+        except BaseException:
+            states.abort()
+            raise
+
+    def _replay(self, states: CacheStates) -> None:
+        """Let what has been accepted behind the snapshot run by itself, so that the next one is taken behind it."""
+        self._run(states, mx.zeros((1, 0), dtype=mx.int32), ())
+        states.commit(0)
+
+    def import_caches(self, caches: list) -> CacheStates:
+        """States that go on from mlx-lm's caches of this model."""
+        lengths = {cache.offset for cache in caches if hasattr(cache, "offset")}
+        if len(lengths) > 1:
+            raise ValueError(f"prompt_cache layers hold different lengths {sorted(lengths)}: they must agree")
+        if len(caches) != self.state_layers:
+            raise ValueError(f"prompt_cache has {len(caches)} layers but the model has {self.state_layers}")
+        return CacheStates(caches, max(lengths, default=0))
+
+    def export_caches(self, states: CacheStates, caches: list) -> None:
+        """Write the committed rows into the caches that the states came from, in place."""
+        if not states.whole:
+            self._replay(states)
+        states.export(caches)
+
+
+def _config(model: nn.Module, config: dict[str, Any]) -> LMConfig:
+    args = vars(model.args) if hasattr(model, "args") else {}
+    text = {**config, **(config.get("text_config") or {}), **(args.get("text_config") or {}), **args}
+    sizes = {}
+    for name in ("hidden_size", "vocab_size"):
+        if not isinstance(value := text.get(name, config.get(name)), int):
+            raise ValueError(f"{type(model).__module__} does not say its {name}: specmlx can't run it")
+        sizes[name] = value
+    model_type = str(text.get("model_type") or config.get("model_type"))
+    return LMConfig(model_type, num_hidden_layers=len(model.layers), draft_model=config.get("draft_model"), **sizes)
