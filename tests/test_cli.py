@@ -225,7 +225,7 @@ def test_damaged_files_end_in_one_line(copy):
     assert_one_line("--model", copy, say="tokenizer")
 
 
-def test_what_is_no_hybrid_or_no_fitting_drafter_says_why(copy):
+def test_what_is_no_model_or_no_fitting_drafter_says_why(copy):
     assert_one_line("--model", copy / "dspark", say="is a drafter")
     assert_one_line("--model", copy, "--draft-model", copy, say="it can only be the target")
     for changes, reason in [
@@ -240,7 +240,7 @@ def test_what_is_no_hybrid_or_no_fitting_drafter_says_why(copy):
     change_config(copy / "dspark", rope_theta=[])
     assert_one_line("--model", copy, say="")
     change_config(copy, model_type="llama")
-    assert_one_line("--model", copy, say="not a hybrid")
+    assert_one_line("--model", copy, say="can't load the weights")
     (copy / "config.json").write_text("{")
     assert_one_line("--model", copy, say="not JSON")
 
