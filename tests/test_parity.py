@@ -174,7 +174,7 @@ def test_a_target_without_a_drafter_leaves_nothing_to_compare(directory, tmp_pat
     assert result.exit_code == 2 and "--draft-model" in result.stderr
 
 
-@pytest.mark.parametrize(("bits", "prompts"), [(None, 60), (4, 20), (8, 20)])
+@pytest.mark.parametrize(("bits", "prompts"), [(None, 60), (4, 50), (8, 50)])
 def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, prompts, tmp_path):
     pair = write_demo(tmp_path / "pair", bits=bits)
     file = tmp_path / "prompts.txt"
