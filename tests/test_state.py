@@ -304,23 +304,24 @@ def test_after_a_failed_evaluation_all_use_is_refused_in_one_line(stepped, index
 class NoRollback(Recurrent):
     """Applies every row of the pass to S."""
 
-    def folded(self, count):
-        return super().folded(count)._replace(S=super().folded(self.conv_rows.shape[1]).S)
+    def advance(self, count, *rows):
+        return super().advance(self.conv_rows.shape[1], *rows)
 
 
 class NoConvRollback(Recurrent):
     """Keeps the last conv inputs of the pass."""
 
-    def folded(self, count):
-        return super().folded(count)._replace(conv=super().folded(self.conv_rows.shape[1]).conv)
+    def conv_after(self, count):
+        return super().conv_after(self.conv_rows.shape[1])
 
 
 class Reset(Recurrent):
     """Forgets S where a row was rejected."""
 
-    def folded(self, count):
-        folded = super().folded(count)
-        return folded if count == self.conv_rows.shape[1] else folded._replace(S=mx.zeros_like(folded.S))
+    def advance(self, count, *rows):
+        if count == self.conv_rows.shape[1]:
+            return super().advance(count, *rows)
+        return Recurrent(mx.zeros_like(self.S), self.conv).advance(0, *rows)
 
 
 class Faulty(LayerStates):

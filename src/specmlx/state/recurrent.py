@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from specmlx.kernels.gated_delta import Tape, fold
+from specmlx.kernels.gated_delta import Tape, advance, fold
 
 
 class Recurrent(NamedTuple):
@@ -22,9 +22,18 @@ class Recurrent(NamedTuple):
         """The layer with the first `count` tape rows applied (an int, or int32 `[B]` on the device) and no tape."""
         if self.tape is None:
             return self
-        return Recurrent(fold(self.S, self.tape, count), self._conv_after(count))
+        return Recurrent(fold(self.S, self.tape, count), self.conv_after(count))
 
-    def _conv_after(self, count: int | mx.array) -> mx.array:
+    def advance(
+        self, count: int | mx.array, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array
+    ) -> tuple[mx.array, mx.array, Tape]:
+        """S with the first `count` tape rows applied, the outputs of new rows from there, and the new rows' tape."""
+        return advance(self.S, self.tape, count, q, k, v, g, beta)
+
+    def conv_after(self, count: int | mx.array) -> mx.array:
+        """The last conv inputs `[B, K-1, C]` once the first `count` tape rows are in."""
+        if self.conv_rows is None:
+            return self.conv
         rows = mx.concatenate([self.conv, self.conv_rows], axis=1)
         keep = self.conv.shape[1]
         if isinstance(count, int):

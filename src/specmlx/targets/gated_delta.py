@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import precise_swiglu
 
-from specmlx.kernels.gated_delta import GRID, delta_rule, steps
+from specmlx.kernels.gated_delta import GRID, delta_rule
 from specmlx.state.recurrent import Recurrent
 from specmlx.targets.config import HybridConfig
 
@@ -68,11 +68,11 @@ class GatedDeltaNet(nn.Module):
 
     def verify(self, x: mx.array, state: Recurrent, count: int | mx.array) -> tuple[mx.array, Recurrent]:
         """Rows `[B, T, D]` of which none is kept yet, after the first `count` rows of the last pass were."""
-        base = state.folded(count)
-        q, k, v, log_g, beta, conv_input, z = self._project(x, base.conv)
-        y, _, tape = steps(base.S, q, k, v, mx.exp(log_g), beta)
+        conv = state.conv_after(count)
+        q, k, v, log_g, beta, conv_input, z = self._project(x, conv)
+        S, y, tape = state.advance(count, q, k, v, mx.exp(log_g), beta)
         conv_rows = conv_input[:, self.conv_kernel_size - 1 :]
-        return self._output(y, z), base._replace(tape=tape, conv_rows=conv_rows)
+        return self._output(y, z), Recurrent(S, conv, tape, conv_rows)
 
     def _project(self, x: mx.array, conv: mx.array):
         B, T, _ = x.shape

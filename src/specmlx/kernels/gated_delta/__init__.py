@@ -1,6 +1,51 @@
-"""The gated delta rule: steps and fold (bit-equal to each other), and the block-parallel form for prefill."""
+"""The gated delta rule: rows of a pass and the fold of committed ones, and the block-parallel form for prefill."""
 
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from specmlx.kernels.backend import metal_factory
+from specmlx.kernels.gated_delta import metal, reference
 from specmlx.kernels.gated_delta.chunk import GRID, delta_rule
-from specmlx.kernels.gated_delta.reference import Tape, fold, steps
+from specmlx.kernels.gated_delta.reference import Tape, steps
 
-__all__ = ["GRID", "Tape", "delta_rule", "fold", "steps"]
+__all__ = ["GRID", "Tape", "advance", "delta_rule", "fold", "steps"]
+
+
+def advance(
+    S: mx.array,
+    tape: Tape | None,
+    count: int | mx.array,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    factory: Callable | None = None,
+) -> tuple[mx.array, mx.array, Tape]:
+    """S with the first `count` rows of the tape in it, the outputs `[B, T, Hv, Dv]` of T rows from there, their tape.
+
+    Shapes are those of `reference.steps`; `count` is an int, or int32 `[B]` on the device. `factory` makes the kernels:
+    by default Metal's where there is one, else the operator runs as mlx's operations.
+    """
+    factory = factory or metal_factory()
+    B, _, Dv, Dk = S.shape
+    if factory is None or not metal.supports(Dk, Dv):
+        base = S if tape is None else reference.fold(S, tape, count)
+        y, _, new = reference.steps(base, q, k, v, g, beta)
+        return base, y, new
+    if tape is None:
+        tape, count = Tape(k[:, :1], mx.zeros(v[:, :1].shape), mx.zeros(g[:, :1].shape)), 0
+    return metal.advance(S, tape, _per_lane(count, B), q, k, v, g, beta, factory)
+
+
+def fold(S: mx.array, tape: Tape, count: int | mx.array, factory: Callable | None = None) -> mx.array:
+    """S with the first `count` rows of the tape in it, with the bits that `advance` gives it."""
+    factory = factory or metal_factory()
+    if factory is None or not metal.supports(S.shape[3], S.shape[2]):
+        return reference.fold(S, tape, count)
+    return metal.fold(S, tape, _per_lane(count, S.shape[0]), factory)
+
+
+def _per_lane(count: int | mx.array, B: int) -> mx.array:
+    return mx.full((B,), count, dtype=mx.int32) if isinstance(count, int) else count

@@ -1,0 +1,113 @@
+"""The gated delta kernels, their Metal source run on the CPU: against the reference and themselves, and traffic."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msl import Simulator
+
+from specmlx.kernels.gated_delta import metal, reference
+from specmlx.kernels.gated_delta.reference import Tape
+
+SIMULATOR = Simulator()
+FACTORY = SIMULATOR.metal_kernel
+# Hk, Hv, Dk, Dv: the real shape's heads, one head, sizes that are no power of two, one row a lane.
+SHAPES = [(2, 6, 128, 128), (1, 1, 32, 32), (2, 4, 96, 64), (1, 2, 160, 32)]
+
+
+def rows(T: int, shape=SHAPES[2], B: int = 1, dtype: mx.Dtype = mx.float32, seed: int = 0):
+    """q, k, v, g, beta of T random rows with unit q and k."""
+    Hk, Hv, Dk, Dv = shape
+
+    def normal(i: int, *shape: int) -> mx.array:
+        return mx.random.normal(shape, key=mx.random.key(100 * seed + i))
+
+    q, k = (x / mx.linalg.norm(x, axis=-1, keepdims=True) for x in (normal(1, B, T, Hk, Dk), normal(2, B, T, Hk, Dk)))
+    g = mx.exp(-mx.abs(normal(4, B, T, Hv)))
+    beta = mx.sigmoid(normal(5, B, T, Hv))
+    return [*(x.astype(dtype) for x in (q, k, normal(3, B, T, Hv, Dv))), g, beta.astype(dtype)]
+
+
+def state(shape=SHAPES[2], B: int = 1) -> mx.array:
+    _, Hv, Dk, Dv = shape
+    return 0.3 * mx.random.normal((B, Hv, Dv, Dk), key=mx.random.key(9))
+
+
+def poisoned(tape: Tape, count: mx.array) -> Tape:
+    """The tape with NaN in the rows that don't count."""
+    beyond = mx.arange(tape.k.shape[1]) >= count[:, None]
+    return Tape(
+        mx.where(beyond[..., None, None], mx.nan, tape.k).astype(tape.k.dtype),
+        mx.where(beyond[..., None, None], mx.nan, tape.delta),
+        mx.where(beyond[..., None], mx.nan, tape.g),
+    )
+
+
+def advance(S, tape, count, *rows):
+    return metal.advance(S, tape, count, *rows, factory=FACTORY)
+
+
+def fold(S, tape, count):
+    return metal.fold(S, tape, count, factory=FACTORY)
+
+
+def no_tape(q, k, v, g, beta) -> tuple[Tape, mx.array]:
+    B = k.shape[0]
+    nan = Tape(mx.full(k.shape, mx.nan, k.dtype), mx.full(v.shape, mx.nan), mx.full(g.shape, mx.nan))
+    return nan, mx.zeros((B,), dtype=mx.int32)
+
+
+def same(a: mx.array, b: mx.array) -> bool:
+    return a.dtype == b.dtype and np.array_equal(np.array(a.view(mx.uint8)), np.array(b.view(mx.uint8)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_folded_state_outputs_and_tape_are_the_references(shape, dtype):
+    B, before, now = 3, rows(5, shape, 3, dtype, seed=1), rows(3, shape, 3, dtype, seed=2)
+    S, count = state(shape, B), mx.array([0, 2, 5], dtype=mx.int32)
+    tape = reference.steps(S, *before)[2]
+    base, y, new = advance(S, poisoned(tape, count), count, *now)
+    want_base = reference.fold(S, tape, count)
+    want_y, _, want = reference.steps(want_base, *now)
+    np.testing.assert_allclose(np.array(base), np.array(want_base), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(np.array(new.delta), np.array(want.delta), rtol=0, atol=1e-6)
+    rounding = 1e-6 if dtype == mx.float32 else 2**-8
+    np.testing.assert_allclose(
+        np.array(y.astype(mx.float32)), np.array(want_y.astype(mx.float32)), rtol=rounding, atol=1e-6
+    )
+    assert y.dtype == dtype and new.delta.dtype == new.g.dtype == base.dtype == mx.float32
+
+
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2], SHAPES[3]])
+def test_a_pass_and_the_fold_of_any_of_its_rows_have_the_bits_of_single_row_passes(shape):
+    T, S = 5, state(shape)
+    passed = rows(T, shape, dtype=mx.bfloat16)
+    base, y, tape = advance(S, *no_tape(*passed), *passed)
+    assert same(base, S)
+    one, singles = S, []
+    for t in range(T):
+        row = [x[:, t : t + 1] for x in passed]
+        _, y_t, tape_t = advance(one, *no_tape(*row), *row)
+        assert same(y_t, y[:, t : t + 1]) and same(tape_t.delta, tape.delta[:, t : t + 1])
+        one = fold(one, tape_t, mx.array([1]))
+        singles.append(one)
+    for n in range(T + 1):
+        count = mx.array([n], dtype=mx.int32)
+        want = singles[n - 1] if n else S
+        assert same(fold(S, poisoned(tape, count), count), want), n
+        # The fold at the head of the next pass is the same one.
+        row = [x[:, :1] for x in passed]
+        assert same(advance(S, poisoned(tape, count), count, *row)[0], want), n
+
+
+@pytest.mark.parametrize("n", [0, 4])
+def test_the_state_is_read_once_and_written_once(n):
+    shape = SHAPES[0]
+    now, before = rows(8, shape, dtype=mx.bfloat16), rows(4, shape, dtype=mx.bfloat16, seed=1)
+    S = state(shape)
+    tape = reference.steps(S, *before)[2]
+    mx.eval(tape)
+    advance(S, tape, mx.array([n], dtype=mx.int32), *now)
+    run = SIMULATOR.last
+    assert run.buffers["S"].loads_bytes == run.buffers["S_out"].stores_bytes == S.nbytes
+    assert run.buffers["S"].line_use == 1 and run.barriers == 0
