@@ -1,0 +1,125 @@
+"""The attention kernels, their Metal source run on the CPU: against float64, against themselves, and traffic."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msl import Simulator
+
+from specmlx.kernels.attention import metal, reference
+from specmlx.kernels.attention.metal import Chunks
+from specmlx.kernels.attention.reference import Stored
+
+SIMULATOR = Simulator()
+# Short chunks, so that a few hundred keys meet several of both kinds.
+CHUNKS = Chunks(size=64, many=2, rest=128)
+
+
+def normal(*shape: int, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def stored(x: mx.array, kind: str) -> Stored:
+    if kind in ("float32", "bfloat16", "float16"):
+        return Stored(x.astype(getattr(mx, kind)))
+    if kind == "int8":
+        scales = mx.abs(x).max(axis=-1, keepdims=True) / 127
+        return Stored(mx.round(x / scales).astype(mx.int8), scales, bits=8)
+    bits, group = (int(n) for n in kind.split("/"))
+    return Stored(*mx.quantize(x, group_size=group, bits=bits), bits=bits)
+
+
+def buffer(B: int, Hkv: int, capacity: int, D: int, kind: str, end: int) -> tuple[Stored, Stored]:
+    """Random keys and values; behind row `end` everything that can hold NaN does."""
+
+    def poison(x: mx.array | None) -> mx.array | None:
+        if x is None or not mx.issubdtype(x.dtype, mx.floating):
+            return x
+        return mx.where((mx.arange(x.shape[2]) < end)[:, None], x, mx.nan).astype(x.dtype)
+
+    def make(seed: int) -> Stored:
+        x = stored(normal(B, Hkv, capacity, D, seed=seed), kind)
+        return Stored(*(poison(part) for part in x[:3]), bits=x.bits)
+
+    return make(1), make(2)
+
+
+def run(q, keys, values, start, window=None, chunks=CHUNKS):
+    start = mx.array(start, dtype=mx.int32)
+    length = int(start.max()) + q.shape[2]
+    return metal.attention(
+        q, keys, values, start, length, q.shape[-1] ** -0.5, window, chunks, factory=SIMULATOR.metal_kernel
+    )
+
+
+def in_float64(q, keys, values, start, window=None):
+    """softmax(q kᵀ / sqrt(D)) v of each row by itself."""
+    B, Hq, T, D = q.shape
+    q = np.array(q.astype(mx.float32), np.float64)
+    k, v = (np.array(reference.dequantized(x), np.float64) for x in (keys, values))
+    out = np.zeros(q.shape)
+    for b, h, t in np.ndindex(B, Hq, T):
+        last = start[b] + t + 1
+        span = slice(max(last - window, 0) if window else 0, last)
+        head = h * k.shape[1] // Hq
+        scores = k[b, head, span] @ q[b, h, t] / np.sqrt(D)
+        weights = np.exp(scores - scores.max())
+        out[b, h, t] = weights @ v[b, head, span] / weights.sum()
+    return out
+
+
+# Hq, Hkv, D, T, start, kind, window
+CASES = [
+    (6, 1, 256, 8, [150], "bfloat16", None),
+    (6, 1, 256, 17, [83], "bfloat16", None),
+    (2, 2, 64, 1, [0], "float32", None),
+    (4, 1, 64, 5, [127, 3, 60], "float32", None),
+    (8, 1, 64, 17, [111], "float16", None),
+    (4, 2, 96, 3, [200, 199], "float32", 70),
+    (7, 1, 128, 4, [64], "int8", None),
+    (12, 1, 64, 3, [70], "bfloat16", 33),
+    (4, 2, 128, 9, [91, 5], "8/64", None),
+    (6, 1, 256, 2, [129], "4/64", None),
+    (3, 1, 192, 6, [40], "4/32", 24),
+    (2, 1, 128, 2, [30], "int8", 16),
+]
+
+
+@pytest.mark.parametrize("Hq, Hkv, D, T, start, kind, window", CASES)
+def test_rows_see_the_keys_up_to_their_own(Hq, Hkv, D, T, start, kind, window):
+    B, dtype = len(start), getattr(mx, kind, mx.float32)
+    dtype = dtype if isinstance(dtype, mx.Dtype) and dtype != mx.int8 else mx.float32
+    q = normal(B, Hq, T, D, seed=3).astype(dtype)
+    keys, values = buffer(B, Hkv, max(start) + T + 3, D, kind, max(start) + T)
+    want = in_float64(q, keys, values, start, window)
+    got = run(q, keys, values, start, window)
+    assert got.dtype == dtype and got.shape == q.shape
+    rounding = {mx.float32: 0, mx.bfloat16: 2**-8, mx.float16: 2**-11}[dtype]
+    np.testing.assert_allclose(np.array(got.astype(mx.float32)), want, rtol=rounding, atol=3e-6)
+    mine = np.array(reference.attention(q, keys, values, mx.array(start), D**-0.5, window))
+    np.testing.assert_allclose(mine, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("Hq, D, kind, window", [(6, 64, "bfloat16", None), (8, 64, "int8", 30)])
+def test_a_positions_bits_do_not_depend_on_the_rows_around_it(Hq, D, kind, window):
+    T, start = 17, 58
+    dtype = mx.float32 if kind == "int8" else mx.bfloat16
+    q = normal(1, Hq, T, D, seed=3).astype(dtype)
+    keys, values = buffer(1, 1, start + T, D, kind, start + T)
+    whole = run(q, keys, values, [start], window)
+    for first, T_part in [(0, 1), (3, 5), (8, 9)]:
+        part = run(q[:, :, first : first + T_part], keys, values, [start + first], window)
+        assert mx.array_equal(part, whole[:, :, first : first + T_part]), (first, T_part)
+
+
+@pytest.mark.parametrize("T, kind", [(8, "bfloat16"), (16, "bfloat16"), (8, "int8"), (8, "4/64")])
+def test_each_key_and_value_is_read_once_for_all_rows_and_heads(T, kind):
+    Hkv, D, length = 2, 128, 192
+    dtype = mx.bfloat16 if kind == "bfloat16" else mx.float32
+    q = normal(1, 6 * Hkv, T, D).astype(dtype)
+    keys, values = buffer(1, Hkv, length, D, kind, length)
+    metal.attention(
+        q, keys, values, mx.array([length - T]), length, 0.1, None, Chunks(64), factory=SIMULATOR.metal_kernel
+    )
+    chunks, _ = SIMULATOR.reports[-2:]
+    assert chunks.buffers["keys"].loads_bytes == keys.data.nbytes
+    assert chunks.buffers["values"].loads_bytes == values.data.nbytes
