@@ -1,0 +1,58 @@
+"""From a drafter's logits to its tokens where each token depends on the one before it, as the formulas read."""
+
+import mlx.core as mx
+
+
+def top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """The k largest logits `[..., k]` float32 of `[..., V]`, largest first, and their ids int32.
+
+    Of equal ones the smaller id comes first.
+    """
+    order = mx.argsort(-logits.astype(mx.float32), axis=-1)[..., :k].astype(mx.int32)
+    return mx.take_along_axis(logits.astype(mx.float32), order, axis=-1), order
+
+
+def chain(
+    logits: mx.array, w1: mx.array, w2: mx.array, anchor: mx.array, noise: mx.array | None = None, scale: float = 1.0
+) -> tuple[mx.array, mx.array]:
+    """DSpark's Markov chain (arXiv 2607.05147): x_{s+1} = argmax(scale (U_s + w2 w1[x_s]) + noise_s), x_0 the anchor.
+
+    Shapes: logits U `[B, S, V]`, w1 and w2 `[V, R]`, anchor `[B]`, noise `[B, S, V]` float32 (Gumbel, to draw at
+    temperature 1 / scale). Returns tokens `[B, S]` int32 and the logits with their bias `[B, S, V]`, in their dtype.
+    """
+    previous, tokens, biased = anchor, [], []
+    for s in range(logits.shape[1]):
+        biased.append(logits[:, s] + w1[previous] @ w2.T)
+        score = biased[-1] if noise is None else biased[-1].astype(mx.float32) * scale + noise[:, s]
+        previous = mx.argmax(score, axis=-1).astype(mx.int32)
+        tokens.append(previous)
+    return mx.stack(tokens, axis=1), mx.stack(biased, axis=1)
+
+
+def walk(
+    unary: mx.array,
+    ids: mx.array,
+    before: mx.array,
+    after: mx.array,
+    anchor: mx.array,
+    z: mx.array | None = None,
+    noise: mx.array | None = None,
+    scale: float = 1.0,
+) -> tuple[mx.array, mx.array]:
+    """A walk over K candidates a slot: x_{s+1} = argmax over b of scale S_s(b | x_s) + noise_s(b), x_0 the anchor.
+
+    S_s(b | a) = unary_s(b) + sum_r before[a]_r z_s,r after[b]_r in float32: DFlash 2's selector, and with z None the
+    Markov bias of DSpark on a shortlist. Shapes: unary (float32) and ids (int32) `[B, S, K]`, before and after
+    `[V, R]`, anchor `[B]`, z `[B, S, R]`, noise `[B, S, K]` float32.
+    Returns tokens `[B, S]` int32 and the scores S `[B, S, K]` float32.
+    """
+    previous, tokens, scores = anchor, [], []
+    for s in range(unary.shape[1]):
+        row = before[previous].astype(mx.float32)
+        row = row if z is None else row * z[:, s].astype(mx.float32)
+        scores.append(unary[:, s] + (after[ids[:, s]].astype(mx.float32) @ row[..., None])[..., 0])
+        draw = scores[-1] if noise is None else scores[-1] * scale + noise[:, s]
+        choice = mx.argmax(draw, axis=-1, keepdims=True)
+        previous = mx.take_along_axis(ids[:, s], choice, axis=-1)[:, 0]
+        tokens.append(previous)
+    return mx.stack(tokens, axis=1), mx.stack(scores, axis=1)
