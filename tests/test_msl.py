@@ -1,18 +1,47 @@
 """The simulator of Metal kernels: mlx's source, mlx's own kernels, and planted faults."""
 
+import re
 import types
 
 import mlx.core as mx
 import msl
+import msl_faults
 import pytest
 from mlx_lm.models import gated_delta
 from msl import stock
+from msl.source import ATTRIBUTES, generate
 
 
 def matrices(M: int, N: int, K: int, dtype: mx.Dtype = mx.bfloat16):
     x = mx.random.normal((M, K), key=mx.random.key(0)).astype(dtype)
     w = mx.random.normal((N, K), key=mx.random.key(1)).astype(dtype)
     return x, w
+
+
+EVERY_ATTRIBUTE = "o[0] = a[0] + a_shape[0] + c_strides[1] + b_ndim; // " + " ".join(ATTRIBUTES)
+SOURCES = {
+    "templates": ("o[thread_position_in_grid.x] = T(a[0]) + N;", [("T", mx.bfloat16), ("N", -3), ("B", True)], False),
+    "attributes": (EVERY_ATTRIBUTE, [], False),
+    "atomic outputs": ("atomic_fetch_add_explicit(o, a[0], memory_order_relaxed);", None, True),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_the_source_is_what_mlx_generates(case, tmp_path, capfd):
+    source, template, atomic = SOURCES[case]
+    inputs = [mx.zeros((4, 8)), mx.array([1, 2], mx.uint8), mx.zeros((2, 4), mx.float16), mx.array(3)]
+    made = ("golden", ["a", "b", "c", "d"], ["o", "p"], source, "constant int H = 1;\n")
+    kernel = mx.fast.metal_kernel(*made, atomic_outputs=atomic)
+    call = {"template": template, "output_shapes": [(4,), (2, 2)], "output_dtypes": [mx.float32, mx.int64]}
+
+    def print_it(*inputs):
+        return kernel(inputs=list(inputs), grid=(4, 1, 1), threadgroup=(4, 1, 1), verbose=True, **call)
+
+    capfd.readouterr()
+    mx.export_function(str(tmp_path / "kernel.mlxfn"), print_it, *inputs)
+    printed = re.search("```\n(.*)\n```", capfd.readouterr().out, re.DOTALL)[1]
+    ours = generate(*made, atomic, inputs, template or [], call["output_dtypes"])
+    assert ours.text.split() == printed.split()
 
 
 @pytest.mark.parametrize("kernel, M, reads", [("qmv_fast", 2, 2), ("qmv_wide", 8, 2), ("qmm_t", 8, 1)])
@@ -50,3 +79,36 @@ def test_mlx_lm_gated_delta_kernel_agrees_with_its_ops():
     assert mx.abs(y - want_y).max().item() < 1e-6
     assert mx.abs(after - want).max().item() < 1e-6
     assert sim.last.buffers["state_in"].reads == 1
+
+
+@pytest.mark.parametrize("name", msl_faults.PLANTED)
+def test_a_planted_fault_is_found_and_its_sound_twin_is_not(name):
+    sim = msl.Simulator()
+    msl_faults.run(sim.metal_kernel, name, fault=False)
+    with pytest.raises(msl.Findings) as found:
+        msl_faults.run(sim.metal_kernel, name, fault=True)
+    assert any(f.startswith(msl_faults.PLANTED[name].finding) for f in sim.last.findings), str(found.value)
+
+
+REFUSED = {
+    "a float becomes a bfloat": ("y[0] = x[0] * 2.0f;", "bfloat"),
+    "a pointer changes its address space": (
+        "threadgroup float a[4]; device float* p = a; y[0] = bfloat(p[0]);",
+        "__local",
+    ),
+    "a pointer has no address space": ("float a[4]; float* p = a; y[0] = bfloat(p[0]);", "float. p = a"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_metal_refuses_does_not_compile(case):
+    source, message = REFUSED[case]
+    kernel = msl.Simulator().metal_kernel("refused", ["x"], ["y"], source)
+    with pytest.raises(msl.CompileError, match=message):
+        kernel(
+            inputs=[mx.zeros((8,))],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.bfloat16],
+        )

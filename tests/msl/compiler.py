@@ -17,7 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from .instrument import Site, instrument
-from .rewrite import rewrite
+from .rewrite import pointers_without_space, rewrite
 
 HERE = Path(__file__).parent
 MLX_INCLUDE = Path(mx.__file__).parent / "include"
@@ -121,17 +121,38 @@ def _cached(key: str, suffix: str, make) -> Path:
     return path
 
 
+@functools.cache
+def _prelude() -> tuple[Path, Path]:
+    """The standard library and mlx's utils.h, rewritten, and the same precompiled."""
+    text = _cached(f"prelude {_tool_hash()}", ".clcpp", _write_prelude)
+    return text, _cached(f"prelude {_tool_hash()}", ".pch", functools.partial(_precompile, text))
+
+
+def _write_prelude(target: Path) -> None:
+    target.write_text(rewrite(_preprocess("", "-include", str(HERE / "include" / "prelude.h"))))
+
+
+def _precompile(text: Path, target: Path) -> None:
+    _run([*_front_end(), "-Wno-everything", "-Xclang", "-emit-pch", "-c", str(text), "-o", str(target)])
+
+
+def _preprocess(text: str, *prelude: str) -> str:
+    options = "-E -x c++ -undef -nostdinc -Wno-everything".split()
+    include = ["-I", str(HERE / "include"), "-I", str(MLX_INCLUDE)]
+    return _run([*find_clang().command, *options, *include, *prelude, "-"], f'# 1 "source.metal"\n{text}\n')[0]
+
+
+def _front_end() -> list[str]:
+    return [*find_clang().command, *FRONT_END.split(), *MACHINE.split(), "-O2"]
+
+
 def translate(source: str, function: str) -> str:
     """Metal source -> C++ for OpenCL with `msl_entry`, which calls `function` with the kernel's arguments."""
-    clang = find_clang()
-    text, _ = _run(
-        [*clang.command, "-E", "-x", "c++", "-undef", "-nostdinc", "-Wno-everything", "-I", str(HERE / "include"),
-         "-I", str(MLX_INCLUDE), "-"],
-        f'#include <metal_stdlib>\n#include "mlx/backend/metal/kernels/utils.h"\n# 1 "source.metal"\n{source}\n',
-    )  # fmt: skip
+    text = _preprocess(source, "-imacros", str(HERE / "include" / "prelude.h"))
+    if bare := pointers_without_space(text):
+        raise CompileError("Metal wants an address space in:\n" + "\n".join(bare))
     signature = Signature.parse(text, function.split("<")[0])
-    text = rewrite(signature.mark(text))
-    return text + rewrite(signature.entry(function))
+    return rewrite(signature.mark(text)) + rewrite(signature.entry(function))
 
 
 @dataclass(frozen=True)
@@ -227,10 +248,8 @@ def _compile(source: str, function: str, target: Path) -> None:
     clang = find_clang()
     work = target.parent
     (work / "kernel.clcpp").write_text(translate(source, function))
-    _, warnings = _run(
-        [*clang.command, *FRONT_END.split(), *MACHINE.split(), *WARNINGS.split(), "-O2", "-S", "-emit-llvm",
-         str(work / "kernel.clcpp"), "-o", str(work / "kernel.ll")]
-    )  # fmt: skip
+    command = [*_front_end(), *WARNINGS.split(), "-Xclang", "-include-pch", "-Xclang", str(_prelude()[1])]
+    _, warnings = _run([*command, "-S", "-emit-llvm", str(work / "kernel.clcpp"), "-o", str(work / "kernel.ll")])
     # Metal has no implicit conversion to bfloat; clang has.
     bad = [w for w in warnings.splitlines() if "source.metal" in w and re.search(r"to '(bfloat\w*|__bf16)", w)]
     if bad:

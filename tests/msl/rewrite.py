@@ -18,6 +18,24 @@ def rewrite(text: str) -> str:
     return _Rewriter([(m.lastgroup, m.group()) for m in TOKEN.finditer(text)]).run()
 
 
+def pointers_without_space(text: str) -> list[str]:
+    """Declarations that Metal refuses and clang takes: `float* p`, `thread` or the like forgotten."""
+    names = [(m.group(), m.start()) for m in TOKEN.finditer(text) if m.lastgroup not in ("space", "line")]
+    words = [word for word, _ in names]
+    declared = {b for a, b in zip(words, words[1:], strict=False) if a in ("typename", "class", "struct", "using")}
+    types = set(filter(str.isidentifier, declared)).union(
+        SCALARS, VECTORS, ("void", "auto"), re.findall(r"\b(?:u?int\d+|b?float16)_t\b", text)
+    )
+    found, start = [], 0
+    for i, word in enumerate(words):
+        if word in ("(", ",", ";", "{", "}", "<", ">", "=", "return"):
+            start = i + 1
+        elif word in ("*", "&") and words[i - 1] in types and not SPACES.keys() & set(words[start:i]):
+            at = names[i][1]
+            found.append(text[text.rfind("\n", 0, at) + 1 : text.find("\n", at)].strip())
+    return found
+
+
 class _Rewriter:
     def __init__(self, tokens: list[tuple[str, str]]):
         self.tokens = tokens

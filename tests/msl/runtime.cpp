@@ -28,7 +28,7 @@ __attribute__((visibility("default"))) u64 msl_operations[3];  // floating multi
 namespace {
 
 constexpr u64 SLOT = 1ul << 32, BEFORE = 1ul << 30, STACK = 128 << 10;
-constexpr u32 THREADS = 1024, LANES = 32, NONE = ~0u, INITIAL = ~1u, SEVERAL = ~2u, ARENA = 256 << 10;
+constexpr u32 THREADS = 1024, LANES = 32, NONE = ~0u, INITIAL = ~1u, SEVERAL = ~2u, ARENA = 512 << 10;
 
 enum Kind : u32 { INPUT, OUTPUT, THREADGROUP };
 enum Fault : u32 {
@@ -121,9 +121,9 @@ u32 n_threads, n_simdgroups;
 u32 group_id, group_at[3];
 u32 tg_epoch, device_epoch;  // counted over the whole launch
 u64 region, buffer_addresses[64];
-u32 arena_buffer;
-u64 arena_top;
-struct { u64 at, size; } arena_variables[64];
+u32 arena_buffer, n_variables;
+u64 arena_top, arena_used;  // where the next variable goes; the bytes of all
+struct { u64 at, size; } arena_variables[64];  // `at` from the arena's start
 bool stop;
 
 extern "C" void msl_switch(void** from, void* to);
@@ -385,7 +385,7 @@ bool run_simdgroup(Simdgroup& s) {  // until every lane is at a barrier of the t
 
 void run_group() {
   tg_epoch++, device_epoch++;
-  arena_top = 0;
+  arena_top = arena_used = 0;
   memset(arena_variables, 0, sizeof arena_variables);
   n_simdgroups = (n_threads + LANES - 1) / LANES;
   for (u32 i = 0; i < n_simdgroups; i++) {
@@ -424,7 +424,7 @@ void run_group() {
     for (u64 j = 0; j < b.n_touched; j++) b.seen[b.touched[j]] = 0;
     b.n_touched = 0;
   }
-  if (arena_top > L->threadgroup_memory) L->threadgroup_memory = arena_top;
+  if (arena_used > L->threadgroup_memory) L->threadgroup_memory = arena_used;
 }
 
 void set_attributes(Fibre& f, const u32 grid[3], const u32 size[3], const u32 groups[3]) {
@@ -465,6 +465,12 @@ void msl_access(const void* p, u32 site) {
   Buffer& b = L->buffers[slot];
   const u64 offset = address - b.base;
   if (offset >= b.size || offset + s.size > b.size) return report(OUT_OF_BOUNDS, site, u32(slot), long(offset), NONE);
+  if (b.kind == THREADGROUP) {
+    bool inside = false;
+    for (u32 i = 0; i < n_variables && !inside; i++)
+      inside = offset >= arena_variables[i].at && offset + s.size <= arena_variables[i].at + arena_variables[i].size;
+    if (!inside) return report(OUT_OF_BOUNDS, site, u32(slot), long(offset), NONE);
+  }
   if (offset % s.align) report(MISALIGNED, site, u32(slot), long(offset), NONE);
   const bool store = s.flags & 1;
   if (b.kind == INPUT) {
@@ -550,13 +556,16 @@ void msl_barrier(u32 flags, u32 site) {
 void* msl_threadgroup(u64 size, u64 align, u32 variable) {
   auto& v = arena_variables[variable];
   if (!v.size) {
+    // A gap between two variables: a step out of one is not a step into the next.
     arena_top = (arena_top + align - 1) / align * align;
-    v.at = L->buffers[arena_buffer].base + arena_top, v.size = size;
-    arena_top += size;
-    if (arena_top > 32768) report(THREADGROUP_MEMORY, 0, NONE, long(arena_top), NONE);
+    v = {arena_top, size};
+    arena_top += size + 1024;
+    arena_used += size;
+    n_variables = variable < n_variables ? n_variables : variable + 1;
+    if (arena_used > 32768) report(THREADGROUP_MEMORY, 0, NONE, long(arena_used), NONE);
     if (arena_top > ARENA) __builtin_trap();
   }
-  return reinterpret_cast<void*>(v.at);
+  return reinterpret_cast<void*>(L->buffers[arena_buffer].base + v.at);
 }
 void msl_escape(const void*) {}
 
@@ -575,7 +584,7 @@ __attribute__((visibility("default"))) int msl_run(Launch* launch) {
   L = launch;
   stop = false;
   now = nullptr;
-  group_id = tg_epoch = device_epoch = 0;
+  group_id = tg_epoch = device_epoch = n_variables = 0;
   for (u64& n : msl_operations) n = 0;
   // The last buffer is the threadgroup memory.  Pages around a buffer are readable, so that a kernel can go on.
   const u64 span = L->n_buffers * SLOT;

@@ -1,5 +1,6 @@
 """The Metal source that mx.fast.metal_kernel generates (mlx/backend/common/metal_kernel.cpp)."""
 
+import re
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -67,7 +68,7 @@ def generate(
     arguments = [TYPES[v] if isinstance(v, mx.Dtype) else str(int(v)) for _, v in template]
     function = f"custom_kernel_{name}"
     if template:
-        function += "_" + "".join(f"_{a}" for a in arguments)
+        function += "_" + "".join("_" + re.sub(r"\W", "_", a) for a in arguments)
     for x in inputs:
         function += "_" + TYPES[x.dtype] + ("s" if x.ndim == 0 else "c" if x.size < CONSTANT_BELOW else "")
     for dtype in output_dtypes:
