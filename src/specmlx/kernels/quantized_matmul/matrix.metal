@@ -1,0 +1,176 @@
+// Form A: y[m, n] = sum over k of x[m, k] w[n, k] on 8x8 simdgroup matrices; a packed word is read once for 8 TILES rows.
+//
+// x is the A operand (8 rows x 8 slots of k), the weights are B (8 slots x 8 columns n), decoded in registers. A lane
+// holds one slot of B for columns `pair` and `pair + 1` of four column tiles, so 8 rows of w. Of a block of K it loads,
+// for each of these rows, the 16-byte granule number `slot` of a 128-byte line; step j multiplies weight j of every slot.
+
+struct Lane {
+  ushort slot;  // row of its two elements in an 8x8 simdgroup matrix
+  ushort pair;  // their first column
+};
+
+METAL_FUNC Lane lane_map(uint lane) {
+  uint quad = lane / 4;
+  return {ushort((quad & 4) + lane / 2 % 4), ushort((quad & 2) * 2 + lane % 2 * 2)};
+}
+
+METAL_FUNC void multiply(thread float2& c, float2 a, float2 b) {
+  simdgroup_matrix<float, 8, 8> A, B, C;
+  reinterpret_cast<thread float2&>(A.thread_elements()) = a;
+  reinterpret_cast<thread float2&>(B.thread_elements()) = b;
+  reinterpret_cast<thread float2&>(C.thread_elements()) = c;
+  simdgroup_multiply_accumulate(C, A, B, C);
+  c = reinterpret_cast<thread float2&>(C.thread_elements());
+}
+
+template <int MODE> METAL_FUNC float2 dequantize(float2 q, float2 scale) {
+  if constexpr (MODE == AFFINE) {
+    return float2(fma(q.x, scale.x, scale.y), fma(q.y, scale.x, scale.y));
+  } else if constexpr (MODE == FP8) {
+    return q;
+  } else {
+    return q * scale.x;
+  }
+}
+
+// One octet of every slot: 8 steps on TILES row tiles and four column tiles.
+template <typename T, int MODE, int BITS, int TILES>
+METAL_FUNC void multiply_octets(
+    thread float2* y, thread const uint4* x, thread const uint2* w, thread const float2* scale) {
+#pragma clang loop unroll(full)
+  for (int p = 0; p < 4; ++p) {
+    const int first = first_of_pair<BITS>(p), second = second_of_pair<BITS>(p);
+    float2 x_first[TILES], x_second[TILES];
+#pragma clang loop unroll(full)
+    for (int m = 0; m < TILES; ++m) {
+      x_first[m] = float2(element(T(0), x[2 * m], first), element(T(0), x[2 * m + 1], first));
+      x_second[m] = float2(element(T(0), x[2 * m], second), element(T(0), x[2 * m + 1], second));
+    }
+#pragma clang loop unroll(full)
+    for (int t = 0; t < 4; ++t) {
+      float2 left = dequantize<MODE>(decode<MODE, BITS>(w[2 * t], p), scale[2 * t]);
+      float2 right = dequantize<MODE>(decode<MODE, BITS>(w[2 * t + 1], p), scale[2 * t + 1]);
+#pragma clang loop unroll(full)
+      for (int m = 0; m < TILES; ++m) {
+        multiply(y[4 * m + t], x_first[m], float2(left.x, right.x));
+        multiply(y[4 * m + t], x_second[m], float2(left.y, right.y));
+      }
+    }
+  }
+}
+
+// 32 rows of w [N, K] from row n0 times 8 TILES rows of x, whose elements begin at x_row; `split` simdgroups share K.
+// In which order a row's products are added follows from the format, K and split alone.
+template <typename T, int MODE, int BITS, int GROUP, int TILES, int SHARED, bool WHOLE, typename W, typename S, typename X>
+METAL_FUNC void multiply_rows(
+    thread float2* y, W w, S scales, S biases, X x, thread const uint* x_row, uint N, uint K, uint n0,
+    threadgroup uint* shared, uint simdgroup, uint split, uint lane_index) {
+  constexpr uint SLOT = slot_weights<BITS>(), BLOCK = 8 * SLOT, WORDS = SLOT * BITS / 32;
+  constexpr uint STAGED = SHARED / (MODE == AFFINE ? 32 : 8), CHUNK = MODE == FP8 ? 0 : STAGED * GROUP / BLOCK * BLOCK;
+  const uint groups = MODE == FP8 ? 0 : K / GROUP, chunk = MODE == FP8 || groups <= STAGED ? K : CHUNK;
+  const uint stride = MODE == FP8 ? 0 : chunk / GROUP;
+  const Lane lane = lane_map(lane_index);
+
+  uint row[8];
+  float2 scale[8];
+#pragma clang loop unroll(full)
+  for (uint i = 0; i < 8; ++i) {
+    row[i] = min(8 * (i / 2) + lane.pair + i % 2, N - 1 - n0);
+    scale[i] = 0;
+  }
+#pragma clang loop unroll(full)
+  for (int i = 0; i < 4 * TILES; ++i) {
+    y[i] = 0;
+  }
+  const uint row_words = K / 16 * BITS / 2;
+  w += size_t(n0) * row_words;
+
+  for (uint start = 0; start < K; start += chunk) {
+    const uint end = min(start + chunk, K), blocks = (end - start) / BLOCK;
+    if constexpr (MODE != FP8) {
+      if (start > 0) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      stage<MODE>(
+          scales, biases, size_t(n0) * groups, min(32u, N - n0), groups, start / GROUP, (end - start) / GROUP, shared,
+          stride, 32 * simdgroup + lane_index, 32 * split);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+
+    for (uint block = simdgroup * blocks / split; block < (simdgroup + 1) * blocks / split; ++block) {
+      const uint k = start + block * BLOCK;
+      uint words[8 * WORDS];
+#pragma clang loop unroll(full)
+      for (int i = 0; i < 8; ++i) {
+        load_slot<WORDS, WHOLE>(w + row[i] * row_words + (k + lane.slot * SLOT) / 8 * BITS / 4, words + WORDS * i);
+      }
+#pragma clang loop unroll(full)
+      for (uint o = 0; o < SLOT / 8; ++o) {
+        uint4 x_octet[2 * TILES];
+#pragma clang loop unroll(full)
+        for (int i = 0; i < 2 * TILES; ++i) {
+          x_octet[i] = load_16_bytes(x + x_row[i / 2] + k + (lane.pair + i % 2) * SLOT + 8 * o);
+        }
+        uint2 octets[8];
+#pragma clang loop unroll(full)
+        for (int i = 0; i < 8; ++i) {
+          octets[i] = octet_of<BITS, WORDS>(words + WORDS * i, o);
+          if (MODE != FP8 && 8 * o % GROUP == 0) {
+            scale[i] = staged_scale<T, MODE>(shared, row[i] * stride + (k - start + lane.slot * SLOT + 8 * o) / GROUP);
+          }
+        }
+        multiply_octets<T, MODE, BITS, TILES>(y, x_octet, octets, scale);
+      }
+    }
+
+    // What K leaves behind whole blocks, 64 at a time, an octet a slot; behind K's end x counts as zero.
+    for (uint k = start + blocks * BLOCK; simdgroup == 0 && k < end; k += 64) {
+      const uint k_w = min(k + 8 * lane.slot, K - 8);
+      uint4 x_octet[2 * TILES];
+#pragma clang loop unroll(full)
+      for (int i = 0; i < 2 * TILES; ++i) {
+        const uint k_x = k + 8 * (lane.pair + i % 2);
+        x_octet[i] = k_x < K ? load_16_bytes(x + x_row[i / 2] + k_x) : uint4(0);
+      }
+      uint2 octets[8];
+#pragma clang loop unroll(full)
+      for (int i = 0; i < 8; ++i) {
+        octets[i] = load_octet<BITS>(w, row[i] * row_words, k_w);
+        if (MODE != FP8) {
+          scale[i] = staged_scale<T, MODE>(shared, row[i] * stride + (k_w - start) / GROUP);
+        }
+      }
+      multiply_octets<T, MODE, BITS, TILES>(y, x_octet, octets, scale);
+    }
+  }
+}
+
+// The simdgroups' sums, added in ascending order, times out_scale: rows of x `out_row`.. of out [.., N].
+template <typename T, int TILES>
+METAL_FUNC void merge(
+    thread const float2* y, float out_scale, device T* out, uint M, uint N, uint n0, threadgroup uint* shared,
+    uint simdgroup, uint split, uint lane_index) {
+  threadgroup float* sums = reinterpret_cast<threadgroup float*>(shared);
+  const Lane lane = lane_map(lane_index);
+#pragma clang loop unroll(full)
+  for (int m = 0; m < TILES; ++m) {
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+#pragma clang loop unroll(full)
+    for (int t = 0; t < 4; ++t) {
+      const uint at = (8 * simdgroup + lane.slot) * 32 + 8 * t + lane.pair;
+      sums[at] = y[4 * m + t].x;
+      sums[at + 1] = y[4 * m + t].y;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = 32 * simdgroup + lane_index; i < 256; i += 32 * split) {
+      float sum = sums[i];
+      for (uint s = 1; s < split; ++s) {
+        sum += sums[256 * s + i];
+      }
+      const uint row = 8 * m + i / 32, n = n0 + i % 32;
+      if (row < M && n < N) {
+        out[row * N + n] = T(sum * out_scale);
+      }
+    }
+  }
+}

@@ -1,0 +1,181 @@
+"""Launches of the quantized_matmul kernels; the factory is an argument, so a simulator can run the same launches."""
+
+from functools import lru_cache
+from importlib import resources
+from math import ceil
+
+import mlx.core as mx
+
+MODES = {"affine": 0, "nvfp4": 1, "mxfp4": 2, "mxfp8": 3, "fp8": 4}
+# (group size, bits) of each mode; fp8 has no groups, only a scale of the whole tensor.
+FORMATS = {
+    "affine": {(group, bits) for group in (32, 64, 128) for bits in (2, 3, 4, 5, 6, 8)},
+    "nvfp4": {(16, 4)},
+    "mxfp4": {(32, 4)},
+    "mxfp8": {(32, 8)},
+    "fp8": {(None, 8)},
+}
+VECTORS = 5  # rows of x that form V takes at a time
+
+
+def supported(
+    x: mx.array, w: mx.array, scales: mx.array | None, *, group_size: int | None, bits: int, mode: str
+) -> bool:
+    """Whether x `[..., K]` times w `[N, K * bits / 32]` (or experts `[E, N, ...]`) has a kernel.
+
+    x is bfloat16 or float16 and affine scales have its dtype; any N; any K of whole groups (fp8: a multiple of 16).
+    """
+    K = x.shape[-1]
+    return (
+        x.dtype in (mx.bfloat16, mx.float16)
+        and (group_size, bits) in FORMATS.get(mode, ())
+        and (mode != "affine" or scales.dtype == x.dtype)
+        and K % (group_size or 16) == 0
+        and w.dtype == mx.uint32
+        and w.shape[-1] * 32 == K * bits
+        and w.shape[-2] * w.shape[-1] < 2**30  # offsets within a matrix are 32 bits of bytes
+    )
+
+
+def block(bits: int) -> int:
+    """Weights of a row in one block of K: 8 slots of 16 bytes where whole weights fill them, else of 32 weights."""
+    return 8 * (128 // bits if bits in (4, 8) else 32)
+
+
+def split(K: int, bits: int) -> int:
+    """Simdgroups of a threadgroup, which share K: from K and the format alone, as it decides the order of the sums.
+
+    The largest power of two up to 8 whose fullest simdgroup has at most an eighth more blocks than the mean.
+    """
+    blocks = K // block(bits)
+    return next((s for s in (8, 4, 2) if s <= blocks and ceil(blocks / s) * s <= 1.125 * blocks), 1)
+
+
+def shared_words(K: int, group_size: int | None, bits: int, mode: str) -> int:
+    """Words of threadgroup memory of form A: the scales of 32 rows of w (24 KiB at a time), later 1 KiB a simdgroup.
+
+    One of four sizes, so that few kernels are compiled.
+    """
+    groups = 0 if mode == "fp8" else K // group_size
+    words = max(256 * split(K, bits), groups * (32 if mode == "affine" else 8))
+    return next((size for size in (2048, 3072, 4096) if words <= size), 6144)
+
+
+def _read(*names: str) -> str:
+    return "\n".join(resources.files(__package__).joinpath(name).read_text() for name in names)
+
+
+@lru_cache(maxsize=8)
+def _kernel(factory, variant: str, gather: bool = False):
+    header = ("decode.metal", "staging.metal", "matrix.metal", *["vector.metal"] * (variant == "V"))
+    body = "gather.metal" if gather else {"A": "matrix_rows.metal", "V": "vector_rows.metal"}[variant]
+    return factory(
+        name=f"specmlx_quantized_matmul_{'gather' if gather else variant}",
+        input_names=["w", "scales", "biases", "tensor_scale", *["rows", "experts"] * gather, "x"],
+        output_names=["out"],
+        header=_read(*header),
+        source=_read(body),
+    )
+
+
+def _weights(w, scales, biases, tensor_scale) -> list[mx.array]:
+    """The four weight inputs; what a format lacks is bound to something that its kernel never reads."""
+    scales = w if scales is None else scales
+    tensor_scale = 1.0 if tensor_scale is None else tensor_scale
+    return [w, scales, scales if biases is None else biases, mx.array(tensor_scale, mx.float32).reshape(1)]
+
+
+def quantized_matmul(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array | None,
+    biases: mx.array | None = None,
+    *,
+    group_size: int | None = 64,
+    bits: int = 4,
+    mode: str = "affine",
+    tensor_scale: mx.array | float | None = None,
+    kernel=mx.fast.metal_kernel,
+    variant: str = "A",
+) -> mx.array:
+    """x `[..., K]` times the transposed weights `[N, K]`: `[..., N]` in x's dtype, sums in float32.
+
+    Arguments as `mx.quantized_matmul`, and mode "fp8" (E4M3 bytes viewed as uint32, no scales, group_size None);
+    `tensor_scale` multiplies the result (nvfp4, fp8). Form "A" reads every packed word once for up to 16 rows, "V" once
+    for up to 5. A row's bits depend on the form, but neither on the other rows nor on how many there are.
+    Raises ValueError for what `supported` refuses.
+    """
+    _check(x, w, scales, group_size, bits, mode)
+    rows = x.reshape(-1, x.shape[-1])
+    (M, K), N = rows.shape, w.shape[0]
+    simdgroups = split(K, bits)
+    if variant == "A":
+        tile, columns = (8 if M <= 8 else 16), 32
+        shape = [("TILES", tile // 8), ("SHARED", shared_words(K, group_size, bits, mode))]
+    else:
+        tile, columns = ceil(M / ceil(M / VECTORS)), 16
+        shape = [("ROWS", tile)]
+    [out] = _kernel(kernel, variant)(
+        inputs=[*_weights(w, scales, biases, tensor_scale), rows],
+        template=[*_template(x.dtype, mode, bits, group_size, K), *shape],
+        grid=(32 * simdgroups, ceil(M / tile), ceil(N / columns)),
+        threadgroup=(32 * simdgroups, 1, 1),
+        output_shapes=[(M, N)],
+        output_dtypes=[x.dtype],
+    )
+    return out.reshape(*x.shape[:-1], N)
+
+
+def gather_quantized_matmul(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    rows: mx.array,
+    experts: mx.array,
+    *,
+    group_size: int | None = 64,
+    bits: int = 4,
+    mode: str = "affine",
+    tensor_scale: mx.array | float | None = None,
+    kernel=mx.fast.metal_kernel,
+) -> mx.array:
+    """Row `rows[p]` of x `[M, K]` times expert `experts[p]` of w `[E, N, ...]` for every pair p: `[P, N]`.
+
+    `experts` (int32 or uint32, `[P]`) is sorted: an expert that is in use is read once for every 16 of its pairs, or 8
+    where there are at most 8 pairs in all.
+    """
+    _check(x, w, scales, group_size, bits, mode)
+    P, K, N = experts.size, x.shape[-1], w.shape[1]
+    simdgroups = split(K, bits)
+    [out] = _kernel(kernel, "A", gather=True)(
+        inputs=[*_weights(w, scales, biases, tensor_scale), rows, experts, x],
+        template=[
+            *_template(x.dtype, mode, bits, group_size, K),
+            ("TILES", 1 if P <= 8 else 2),
+            ("SHARED", shared_words(K, group_size, bits, mode)),
+        ],
+        grid=(32 * simdgroups, P, ceil(N / 32)),
+        threadgroup=(32 * simdgroups, 1, 1),
+        output_shapes=[(P, N)],
+        output_dtypes=[x.dtype],
+    )
+    return out
+
+
+def _template(dtype, mode, bits, group_size, K) -> list:
+    return [
+        ("T", dtype),
+        ("MODE", MODES[mode]),
+        ("BITS", bits),
+        ("GROUP", group_size or 16),
+        ("WHOLE", bits in (4, 8) and K * bits % 128 == 0),
+    ]
+
+
+def _check(x, w, scales, group_size, bits, mode):
+    if not supported(x, w, scales, group_size=group_size, bits=bits, mode=mode):
+        raise ValueError(
+            f"no kernel for x {x.dtype} {x.shape} and {mode} weights {w.shape}, group {group_size}, {bits} bits: "
+            "use mx.quantized_matmul"
+        )
