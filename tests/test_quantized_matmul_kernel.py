@@ -1,0 +1,123 @@
+"""The quantized_matmul kernels' own launches and Metal source, run by the simulator, against float64."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msl import Simulator
+
+from specmlx.kernels import quantized_matmul as kernels
+from specmlx.kernels.quantized_matmul import reference
+
+FORMATS = {
+    "affine4g32": ("affine", 32, 4),
+    "affine4g64": ("affine", 64, 4),
+    "affine4g128": ("affine", 128, 4),
+    "affine8g32": ("affine", 32, 8),
+    "affine8g64": ("affine", 64, 8),
+    "affine8g128": ("affine", 128, 8),
+    "affine2": ("affine", 64, 2),
+    "affine3": ("affine", 32, 3),
+    "affine5": ("affine", 64, 5),
+    "affine6": ("affine", 128, 6),
+    "nvfp4": ("nvfp4", 16, 4),
+    "mxfp4": ("mxfp4", 32, 4),
+    "mxfp8": ("mxfp8", 32, 8),
+    "fp8": ("fp8", None, 8),
+}
+ROWS = [*range(1, 18), 24, 32]
+NS = [1, 8, 13, 40, 96, 1001, 1024]
+KS = [64, 128, 192, 320, 512, 2048, 5120]
+
+
+def weights(name, shape, dtype=mx.bfloat16, seed=0):
+    """(w, scales, biases) and the keywords of a random matrix `[..., N, K]` in a format."""
+    mode, group_size, bits = FORMATS[name]
+    dense = mx.random.normal(shape, key=mx.random.key(seed))
+    format = {"mode": mode, "group_size": group_size, "bits": bits}
+    if mode == "fp8":
+        return (mx.to_fp8(dense).view(mx.uint32), None, None), {**format, "tensor_scale": 0.37}
+    packed = mx.quantize(dense.astype(dtype), group_size=group_size, bits=bits, mode=mode)
+    if mode == "nvfp4":
+        format["tensor_scale"] = 1.7
+    return (*packed, *[None] * (3 - len(packed))), format
+
+
+def whole(K, name):
+    """The next K that the format's groups divide."""
+    group = FORMATS[name][1] or 16
+    return -(-K // group) * group
+
+
+def inputs(M, K, dtype=mx.bfloat16, seed=1):
+    return mx.random.normal((M, K), key=mx.random.key(seed)).astype(dtype)
+
+
+def float64(x):
+    return np.array(x.astype(mx.float32)).astype(np.float64)
+
+
+def bits_of(x):
+    return np.array(x.view(mx.uint16))
+
+
+def assert_rounded(y, x, dense):
+    """y is x denseᵀ `[M, N]`, summed in float32 (relative 1e-6 of the sum of magnitudes), rounded once to y's dtype."""
+    x, dense = float64(x), float64(dense)
+    exact, error = x @ dense.T, 1e-6 * (np.abs(x) @ np.abs(dense).T)
+    low, high = (float64(mx.array((exact + e).astype(np.float32)).astype(y.dtype)) for e in (-error, error))
+    y = float64(y)
+    assert np.all((low <= y) & (y <= high)), f"{np.abs(y - exact).max():.2e} off"
+
+
+def sample():
+    """Every pair of format and M, with N and K going round; no large N with a large K, for time."""
+    i = 0
+    for f, name in enumerate(FORMATS):
+        group = FORMATS[name][1] or 16
+        for M in ROWS:
+            N = NS[i % len(NS)]
+            ks = [K for K in KS if K % group == 0 and K * N <= 1024 * 192]
+            yield name, M, N, ks[(i // len(NS) + f) % len(ks)]
+            i += 1
+
+
+def test_the_sample_has_every_value_of_each_list():
+    _, Ms, Ns, Ks = map(set, zip(*sample(), strict=True))
+    assert Ms == set(ROWS) and Ns == set(NS) and Ks == set(KS)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_row_count_on_odd_and_even_shapes_is_the_rounded_product(name):
+    sim = Simulator()
+    for _, M, N, K in (case for case in sample() if case[0] == name):
+        dtype = mx.float16 if M % 5 == 4 else mx.bfloat16
+        packed, format = weights(name, (N, K), dtype)
+        x = inputs(M, K, dtype)
+        y = kernels.quantized_matmul(x, *packed, **format, kernel=sim.metal_kernel)
+        assert_rounded(y, x, reference.dense(*packed, **format))
+
+
+@pytest.mark.parametrize("variant", "AV")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(name, variant):
+    sim = Simulator()
+    K = whole(576, name)  # blocks for several simdgroups, and a tail
+    packed, format = weights(name, (9, K))
+    x = inputs(32, K)
+    run = {"kernel": sim.metal_kernel, "variant": variant, **format}
+    alone = [bits_of(kernels.quantized_matmul(x[m : m + 1], *packed, **run))[0] for m in range(32)]
+    for M in range(2, 33) if variant == "A" else (2, 3, 4, 5, 8):
+        rows = (np.arange(M) + 5 * M) % 32
+        y = bits_of(kernels.quantized_matmul(x[mx.array(rows)], *packed, **run))
+        assert np.array_equal(y, np.stack([alone[m] for m in rows])), f"{M} rows"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_vector_form_is_the_rounded_product(name):
+    sim = Simulator()
+    for M, N, K in [(1, 13, 5120), (2, 96, 320), (3, 1001, 64), (4, 40, 2048), (5, 1, 192), (7, 8, 512)]:
+        K = whole(K, name)
+        packed, format = weights(name, (N, K))
+        x = inputs(M, K)
+        y = kernels.quantized_matmul(x, *packed, **format, kernel=sim.metal_kernel, variant="V")
+        assert_rounded(y, x, reference.dense(*packed, **format))
