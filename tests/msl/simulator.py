@@ -6,7 +6,7 @@ import math
 import mlx.core as mx
 import numpy as np
 
-from .compiler import compile_kernel
+from .compiler import compile_kernel, find_clang
 from .report import FAULTS, Report, Traffic
 from .source import MAX_BUFFERS, Source, generate
 
@@ -54,10 +54,12 @@ class _Launch(ctypes.Structure):
 class Simulator:
     """`metal_kernel` is the factory to pass to launch code; `last` and `reports` tell what the launches did.
 
-    strict: raise Findings after a launch that did something wrong. Raises RuntimeError where there is no clang.
+    strict: raise Findings after a launch that did something wrong. Raises RuntimeError where there is no clang, and
+    Unsupported (which pytest takes for a skip) elsewhere than on Linux on x86-64.
     """
 
     def __init__(self, strict: bool = True):
+        find_clang()
         self.strict = strict
         self.reports: list[Report] = []
 
