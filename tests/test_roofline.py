@@ -311,6 +311,12 @@ def test_a_config_file_a_directory_and_the_name_agree(tmp_path):
     assert exact["target_parameters"] == 26_895_998_464 and exact["draft"] is None
 
 
+def test_a_drafters_own_config_gives_its_shape():
+    got = json.loads(printed("--model", "demo", "--draft-model", "demo/dspark", "--json"))
+    assert got["weights"] == "fp32" and got["rows"] == 9 and got["draft"]["markov_rank"] == 32
+    assert sum(g["parameters"] for g in got["drafter"]) == 525_345
+
+
 @pytest.mark.parametrize(
     "args, said",
     [
@@ -322,6 +328,8 @@ def test_a_config_file_a_directory_and_the_name_agree(tmp_path):
         (["--bandwidth", "-3"], "above 0 GB/s"),
         (["--tau", "9"], "τ is 9: a round of 8 rows delivers 1 to 8 tokens"),
         (["--tau", "nan"], "τ is nan"),
+        (["--draft-model", "demo/dflash"], "hidden size: the drafter's is 128, the target's 5120"),
+        (["--draft-model", "demo/x"], "no demo part named 'demo/x'"),
         (["--width", "8"], "8: this drafter proposes 0 to 7"),
         (["--claim", "74"], "--claim 74 needs its acceptance length"),
         (["--claim", "fast"], "'fast' is no speed like 74"),

@@ -81,6 +81,9 @@ def _bandwidth(ctx: click.Context, param: click.Parameter, value: str | None) ->
     type=click.Choice(["dflash", "dflash2", "dspark", "none"]),
     help="A drafter of the published shape; default: dflash2 for a built-in geometry, else none.",
 )
+@click.option(
+    "--draft-model", metavar="PATH_OR_ID", help="A drafter whose config.json gives the shape, instead of --draft-kind."
+)
 @click.option("--width", type=click.IntRange(min=0), metavar="N", help="Drafted tokens verified; default: all.")
 @click.option("--kv", type=click.Choice(["bf16", "fp16", "fp32", "int8"]), default="bf16", show_default=True)
 @click.option("--context", type=Context(), metavar="N", help="Tokens in the KV cache, like 4096 or 32K; default: none.")
@@ -101,6 +104,7 @@ def roofline(
     model: str,
     weights: str | None,
     draft_kind: str | None,
+    draft_model: str | None,
     width: int | None,
     kv: str,
     context: int | None,
@@ -119,7 +123,9 @@ def roofline(
     """
     from specmlx.cli import roofline_report
 
-    line = _roofline(model, weights, draft_kind, width, kv, lanes, layout)
+    if draft_kind and draft_model:
+        raise click.UsageError("--draft-kind and --draft-model can't go together.")
+    line = _roofline(model, weights, draft_kind, draft_model, width, kv, lanes, layout)
     question = roofline_report.Question(line, model, context, tau, bandwidth, _claims(line, tau, claim))
     if plot is not None:
         from specmlx.receipts.plot import check_plot, plot_ceilings
@@ -133,9 +139,16 @@ def roofline(
 
 
 def _roofline(
-    model: str, weights: str | None, draft_kind: str | None, width: int | None, kv: str, lanes: int, layout: str | None
+    model: str,
+    weights: str | None,
+    draft_kind: str | None,
+    draft_model: str | None,
+    width: int | None,
+    kv: str,
+    lanes: int,
+    layout: str | None,
 ) -> "Roofline":
-    from specmlx.receipts.geometry import TARGETS, published_drafter, target_geometry
+    from specmlx.receipts.geometry import TARGETS, drafter_geometry, published_drafter, target_geometry
     from specmlx.receipts.roofline import Roofline
     from specmlx.receipts.tensors import scheme_named
 
@@ -143,7 +156,12 @@ def _roofline(
     built_in = model.lower() in TARGETS
     scheme = scheme_named(weights or stored or "affine-4")
     kind = draft_kind or ("dflash2" if built_in else "none")
-    draft = None if kind == "none" else published_drafter(kind, config)
+    if draft_model is not None:
+        draft = drafter_geometry(draft_model)
+    else:
+        draft = None if kind == "none" else published_drafter(kind, config)
+    if draft and draft.hidden_size != config.hidden_size:
+        raise ValueError(f"hidden size: the drafter's is {draft.hidden_size}, the target's {config.hidden_size}")
     most = draft.max_width if draft else 0
     if (width or 0) > most:
         raise click.BadParameter(f"{width}: this drafter proposes 0 to {most}.", param_hint="--width")

@@ -1,6 +1,6 @@
 """Shapes of targets and drafters: built in, or read from a config.json."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ class DraftGeometry:
     block_size: int = 8
     selector_rank: int = 0
     conv_kernel_size: int = 0
-    conv_group_size: int = 16
+    conv_group_size: int = 0
     markov_rank: int = 0
 
     @property
@@ -67,10 +67,25 @@ def published_drafter(kind: str, target: HybridConfig) -> DraftGeometry:
         raise ValueError(f"unknown kind of drafter {kind!r}: there are {', '.join(KINDS)} and none")
     own: dict[str, int] = {
         DFLASH: {},
-        DFLASH2: {"selector_rank": 256, "conv_kernel_size": 2},
+        DFLASH2: {"selector_rank": 256, "conv_kernel_size": 2, "conv_group_size": 16},
         DSPARK: {"markov_rank": 256, "block_size": 7},
     }[kind]
     return DraftGeometry(kind, target.hidden_size, target.intermediate_size, target.vocab_size, **own)
+
+
+def drafter_geometry(name: str) -> DraftGeometry:
+    """The shapes of a drafter from its config.json: a directory, a Hub id, demo/dflash or demo/dspark.
+
+    Raises ValueError, one line, for what is no drafter.
+    """
+    from specmlx.drafters.config import DrafterConfig
+
+    try:
+        config = DrafterConfig.from_dict(_config(name))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+    shared = [field.name for field in fields(DraftGeometry) if field.name != "taps"]
+    return DraftGeometry(taps=len(config.target_layer_ids), **{name: getattr(config, name) for name in shared})
 
 
 def target_geometry(name: str) -> tuple[HybridConfig, str | None]:
@@ -85,7 +100,7 @@ def target_geometry(name: str) -> tuple[HybridConfig, str | None]:
         geometry = HybridConfig.from_dict(config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
-    if getattr(geometry, "num_experts", 0):
+    if geometry.num_experts:
         raise ValueError(f"{name}: which experts are read depends on the text, so its bytes don't follow from shapes")
     # The demo's files are float16, and loaded as float32.
     return geometry, "fp32" if name.partition("/")[0] == "demo" else stored_format(config)

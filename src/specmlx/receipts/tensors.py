@@ -171,7 +171,7 @@ def draft_groups(draft: DraftGeometry, fmt: Format) -> list[Group]:
     D, V, F = draft.hidden_size, draft.vocab_size, draft.intermediate_size
     heads, kv = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
     layers, two = draft.num_hidden_layers, draft.kind == DFLASH2
-    dynamic = 2 * draft.conv_kernel_size * D // draft.conv_group_size
+    dynamic = 2 * draft.conv_kernel_size * D // draft.conv_group_size if two else 0
     kernels = 2 * [(dynamic, D)] if two else []
     layer = [(heads, D), (kv, D), (kv, D), *kernels, (D, heads), (F, D), (F, D), (D, F)]
     base = 2 * [((2, draft.conv_kernel_size, D), BF16)] if two else []

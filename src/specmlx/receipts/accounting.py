@@ -1,0 +1,171 @@
+"""Bytes that a finished generation moved, from the arrays in memory and what its stats counted."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mlx.utils import tree_flatten
+
+from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.proposal import Drafter
+from specmlx.receipts.machine import Bandwidth, known_bandwidth
+from specmlx.speculation.stats import Stats
+from specmlx.targets.config import FULL
+from specmlx.targets.hybrid import Model
+
+EMBEDDING, HEAD, EXPERTS = "token embedding", "LM head", "experts, at most"
+_TARGET = (
+    (r"(embed_tokens|wte|word_embeddings|tok_embeddings)\.", EMBEDDING),
+    (r"lm_head\.", HEAD),
+    (r"\.switch_mlp\.", EXPERTS),
+    (r"linear_attn\.in_proj_", "GDN in-projection"),
+    (r"linear_attn\.out_proj\.", "GDN out-projection"),
+    (r"self_attn\.[qkv]_proj\.", "attention in-projection"),
+    (r"self_attn\.o_proj\.", "attention out-projection"),
+    (r"\.(mlp|shared_expert)\.", "MLP"),
+    (r"", "norms, conv taps, decays, others"),
+)
+_DRAFTER = (
+    (r"markov_w2\.", "Markov W2"),
+    (r"markov_w1\.|_codebook$", "gathered tables"),
+    (r"(^|\.)fc\.", "draft context projection"),
+    (r"self_attn\.[kv]_proj\.", "draft keys and values"),
+    (r"", "draft layers"),
+)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One group of arrays: their bytes, and how often a generation read (or wrote) them."""
+
+    label: str
+    nbytes: int
+    times: float
+
+    @property
+    def total(self) -> float:
+        return self.nbytes * self.times
+
+
+@dataclass(frozen=True)
+class Account:
+    """What decoding moved, prefill apart: a floor, since every weight counts once a pass, and activations nothing.
+
+    Args:
+        left_out: what the target's kind does not let us count.
+    """
+
+    moved: tuple[Moved, ...]
+    rounds: int
+    tokens: int
+    seconds: float
+    bandwidth: Bandwidth | None = None
+    left_out: str | None = None
+
+    @property
+    def total(self) -> float:
+        return sum(group.total for group in self.moved)
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.total / self.tokens if self.tokens else 0.0
+
+    @property
+    def bytes_per_round(self) -> float:
+        return self.total / self.rounds if self.rounds else 0.0
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        """Over the time of decoding."""
+        return self.total / self.seconds / 1e9 if self.seconds else 0.0
+
+    @property
+    def share(self) -> float | None:
+        """Of the memory bus, 1 being all of it; None where its bandwidth is not known."""
+        return None if self.bandwidth is None else self.gigabytes_per_second / self.bandwidth.gigabytes_per_second
+
+    def ceiling(self, gigabytes_per_second: float) -> float:
+        """At most so many tok/s with this acceptance length on a machine of that bandwidth."""
+        return gigabytes_per_second * 1e9 / self.bytes_per_token if self.tokens else 0.0
+
+
+def account(model: Any, stats: Stats, drafter: Drafter | None = None, bandwidth: Bandwidth | None = None) -> Account:
+    """Turn a generation's counts into bytes moved by decoding, by groups of tensors.
+
+    Args:
+        drafter: the one that proposed; default, where there were proposals, `model.draft_model`.
+        bandwidth: the machine's; default, where it is known, this machine's.
+
+    A pass reads the target once for all its rows. A proposal reads the drafter and the target's head; the drafter's key
+    and value matrices and its context projection are read as it observes a round's rows, too. Which experts the rows
+    of a pass choose is not known: as many as rows × experts a token, up to all of them.
+    """
+    moved = list(_target(model, stats))
+    left_out = None
+    if isinstance(model, Model):
+        moved += _states(model, stats)
+    else:
+        left_out = "keys, values and states: only their model knows their sizes"
+    if stats.draft_passes:
+        moved += _drafter(model, drafter or model.draft_model, stats)
+    return Account(
+        moved=tuple(group for group in moved if group.total),
+        rounds=stats.rounds,
+        tokens=stats.generation_tokens,
+        seconds=stats.decode_seconds,
+        bandwidth=known_bandwidth() if bandwidth is None else bandwidth,
+        left_out=left_out,
+    )
+
+
+def grouped(module: Any, rules: tuple[tuple[str, str], ...]) -> dict[str, int]:
+    """Bytes of a module's arrays by the label of the first rule (regular expression, label) that finds their path."""
+    found = {label: 0 for _, label in rules}
+    for path, array in tree_flatten(module.parameters()):
+        found[next(label for pattern, label in rules if re.search(pattern, path))] += array.nbytes
+    return found
+
+
+def _target(model: Any, stats: Stats) -> Iterator[Moved]:
+    nbytes = grouped(model, _TARGET)
+    # A tied embedding is the head; else single rows of it are gathered.
+    head = nbytes.pop(HEAD) or nbytes[EMBEDDING]
+    nbytes.pop(EMBEDDING)
+    for label, size in nbytes.items():
+        chosen = 1.0
+        if label == EXPERTS and size:
+            chosen = min(1.0, stats.rows / stats.rounds * model.config.num_experts_per_tok / model.config.num_experts)
+        yield Moved(label, size, stats.rounds * chosen)
+    yield Moved(HEAD, head, stats.rounds)
+
+
+def _states(model: Model, stats: Stats) -> Iterator[Moved]:
+    config = model.config
+    recurrent = [layer for layer in model.new_states().layers if layer is not None]
+    yield Moved("GDN state, read and written", sum(layer.nbytes for layer in recurrent), 2 * stats.rounds)
+    heads = config.layer_types.count(FULL) * config.num_key_value_heads * config.head_dim
+    token = 2 * heads * recurrent[0].conv.dtype.size
+    yield Moved("keys and values of a token", token, stats.context + 2 * stats.rows)
+
+
+def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
+    head = grouped(model, _TARGET)
+    yield Moved("LM head, for the drafter", head[HEAD] or head[EMBEDDING], stats.draft_passes)
+    if not isinstance(drafter, BlockDrafter):
+        return
+    nbytes = grouped(drafter.model, _DRAFTER)
+    times = {
+        "Markov W2": stats.proposed,
+        "gathered tables": 0,
+        "draft context projection": stats.rounds,
+        "draft keys and values": stats.draft_passes + stats.rounds,
+        "draft layers": stats.draft_passes,
+    }
+    for label, size in nbytes.items():
+        yield Moved(label, size, times[label])
+    # Rows that a draft pass looks back at: all, or a window's.
+    config, before = drafter.config, stats.context / stats.rounds
+    seen = sum(before if window is None else min(before, window) for window in config.windows)
+    row = 2 * config.num_key_value_heads * config.head_dim * drafter.model.dtype.size
+    yield Moved("keys and values of the drafter, a row", row, seen * stats.draft_passes)
