@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from rig import SMALL, collect, prefilled, same_bits, small_tokenizer, tiny, tokens
+from rig import SMALL, collect, mlx_lm_twin, prefilled, same_bits, small_tokenizer, tiny, tokens
 from scripted import ScriptedDrafter, right_with
 
 import specmlx
@@ -14,6 +14,7 @@ from specmlx import PromptCache
 from specmlx.generation import stream_generate
 from specmlx.state.conversation import Conversation
 from specmlx.state.prefix import restore, spans, take
+from specmlx.targets.any_lm import AnyLM
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content.split('</think>')[-1]"
@@ -196,7 +197,7 @@ def test_snapshots_of_a_conversation_share_their_rows(fp32, tokenizer):
     row = 2 * 2 * 2 * 32 * 4
     state = 2 * (4 * 32 * 32 * 4 + 3 * 256 * 4)
     pieces = sum(piece.nbytes for piece in {p for s in held for p in s.piece.chain()})
-    assert len(held) == 8 and pieces <= longest * (row + 4)
+    assert len(held) == 7 and pieces <= longest * (row + 4)
     assert cache.nbytes == pieces + len(held) * state
 
 
@@ -271,3 +272,16 @@ def test_what_a_failed_request_began_with_still_serves(fp32, tokenizer):
         run(fp32, tokenizer, prompt, cache, prompt_progress_callback=stop)
     assert run(fp32, tokenizer, prompt, cache)[0] == want
     assert np.array_equal(after(cache, prompt[:64]).ids, prompt[:64])
+
+
+def test_a_model_that_mlx_lm_runs_reuses_prompts_too(fp32, tokenizer):
+    twin = AnyLM(mlx_lm_twin(fp32, **SMALL))
+    prompt, cache = ids(1, 150), PromptCache()
+    answer, _ = run(twin, tokenizer, prompt, cache)
+    text = [*prompt, *answer, 5]
+    want, _ = run(twin, tokenizer, text)
+    for _ in range(2):
+        scripted = ScriptedDrafter([*text, *want], right_with(0.6), 3, tap_ids=())
+        given, last = run(twin, tokenizer, text, cache, drafter=scripted)
+        assert given == want and last.cached_tokens == 155
+    assert run(fp32, tokenizer, text, cache)[1].cached_tokens == 0

@@ -5,6 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from specmlx.formats.sealed import format_of
 from specmlx.state import conversation as conversations
 from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
@@ -32,7 +33,9 @@ def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> Any:
         return stock_prompt_cache(model, max_kv_size)
     if max_kv_size is not None:
         raise ValueError(f"max_kv_size={max_kv_size} is not supported: all keys are kept; leave it out")
-    return Conversation(model.new_states())
+    conversation = Conversation(model.new_states())
+    conversation.model = model.fingerprint
+    return conversation
 
 
 def save_prompt_cache(file_name: str, cache: Any, metadata: dict[str, str] | None = None) -> None:
@@ -56,33 +59,34 @@ def save_prompt_cache(file_name: str, cache: Any, metadata: dict[str, str] | Non
 def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
     """Read what `save_prompt_cache` wrote, ours or mlx-lm's; with its metadata if asked.
 
-    Raises ValueError in one line for a file that is missing or no prompt cache.
+    Raises ValueError in one line for a file that is missing, no prompt cache, damaged, or of an older specmlx.
     """
     if not Path(file_name).is_file():
         raise ValueError(f"no such prompt cache: {file_name}")
-    try:
-        arrays, header = mx.load(str(file_name), return_metadata=True)
-    except RuntimeError as error:
-        raise ValueError(f"{file_name} is no prompt cache: {' '.join(str(error).split())}") from None
-    if header.get("format") == conversations.FORMAT:
-        cache, metadata = conversations.restore(arrays, header)
+    if (format_of(Path(file_name)) or "").startswith("specmlx-"):
+        cache, metadata = conversations.load(file_name)
         return (cache, metadata) if return_metadata else cache
     from mlx_lm.models.cache import load_prompt_cache as load_stock
 
     try:
         return load_stock(str(file_name), return_metadata)
-    except (KeyError, ValueError) as error:
-        raise ValueError(f"{file_name} is no prompt cache: {error}") from None
+    except (KeyError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{file_name} is no prompt cache: {' '.join(str(error).split())}") from None
 
 
 def open_cache(model: Model | AnyLM, prompt_cache: Any) -> Conversation:
     """The conversation that `prompt_cache` (None, ours, a stock list) stands for; TypeError for anything else."""
     if prompt_cache is None:
-        return make_prompt_cache(model)
+        return Conversation(model.new_states())
     if isinstance(prompt_cache, Conversation):
         states = prompt_cache.states
         if isinstance(states, CacheStates) != isinstance(model, AnyLM) or len(states.layers) != model.state_layers:
             raise ValueError(f"prompt_cache has {len(states.layers)} layers but the model has {model.state_layers}")
+        if prompt_cache.model not in (None, model.fingerprint):
+            raise ValueError(
+                f"prompt_cache is a conversation of another model ({prompt_cache.model[:8]}, this one is "
+                f"{model.fingerprint[:8]}): start a new one with make_prompt_cache(model)"
+            )
         return prompt_cache
     if not isinstance(prompt_cache, list):
         raise TypeError(f"prompt_cache is a {type(prompt_cache).__name__}: pass make_prompt_cache(model)")

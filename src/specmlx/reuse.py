@@ -11,6 +11,7 @@ from specmlx.speculation.loop import observe
 from specmlx.state.conversation import Conversation, Draft
 from specmlx.state.prefix import Snapshot, restore, take
 from specmlx.state.store import CHECKPOINT, TURN, PromptCache
+from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 
 
@@ -23,13 +24,14 @@ class Reuse:
     def __init__(
         self,
         cache: PromptCache,
-        model: Model,
+        model: Model | AnyLM,
         tokenizer: Any,
         drafter: Drafter | None,
         ids: Sequence[int],
         snapshot: Snapshot | None,
     ):
         self.cache = cache
+        self.model = model
         self.namespace = model.fingerprint
         self.tokenizer = tokenizer
         self.ids = ids
@@ -67,13 +69,15 @@ class Reuse:
         if keep and not conversation.states.broken and len(conversation.processed) >= len(self.ids):
             if self._drafter is not None:
                 observe(conversation, self._drafter)
+            if isinstance(self.model, AnyLM):
+                self.model.catch_up(conversation.states)
             self._put(conversation, TURN)
         begun, ended = self._begun_with, self.snapshot
         if begun is not None and ended is not None and ended.length > begun.length:
             self.cache.demote(self.namespace, begun)
 
     def _marks(self) -> dict[int, int]:
-        """Row counts behind the rows that are in, on the grid, at least one token before the prompt's end."""
+        """Row counts on the grid, from a block behind the rows that are in up to one token before the prompt's end."""
         most = len(self.ids) - 1
         every = self.cache.checkpoint_every
         turns = [min(place, most) // GRID * GRID for place in boundaries.stable(self.ids, self._turns)]
@@ -81,7 +85,7 @@ class Reuse:
         marks = dict.fromkeys(range(every, max(turns) - every // 2, every), CHECKPOINT)
         junction = self.cache.common(self.namespace, self.ids) // GRID * GRID
         marks |= dict.fromkeys([*turns, junction], TURN)
-        return {at: kind for at, kind in marks.items() if self.length < at <= most}
+        return {at: kind for at, kind in marks.items() if self.length + GRID <= at <= most}
 
     def _at_mark(self, conversation: Conversation) -> None:
         self._put(conversation, self.marks[conversation.states.length])
@@ -104,7 +108,7 @@ class Reuse:
 
 @contextmanager
 def reusing(
-    cache: PromptCache, model: Model, tokenizer: Any, drafter: Drafter | None, ids: Sequence[int]
+    cache: PromptCache, model: Model | AnyLM, tokenizer: Any, drafter: Drafter | None, ids: Sequence[int]
 ) -> Iterator[Reuse]:
     """A request's use of the cache, for a prompt of `ids`; what it begins with is pinned while the context lasts."""
     with cache.find(model.fingerprint, ids) as snapshot:

@@ -4,6 +4,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 import click
@@ -24,6 +25,12 @@ HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answe
 @options.sampling_options
 @options.prefill_step_size_option
 @options.prompt_cache_bytes_option
+@click.option(
+    "--prompt-cache-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Begin with the prompts in this file, if it is there, and write it at the end.",
+)
 @click.option("--show-draft", is_flag=True, help="Colour the tokens that the drafter guessed.")
 @click.option("--color/--no-color", default=None, help="Colours even into a pipe, or none; default: on terminals.")
 @options.unsupported("--max-kv-size")
@@ -37,6 +44,7 @@ def chat(
     max_tokens: int,
     prefill_step_size: int,
     prompt_cache_bytes: int | None,
+    prompt_cache_file: Path | None,
     show_draft: bool,
     color: bool | None,
 ) -> None:
@@ -52,6 +60,8 @@ def chat(
         raise ValueError(f"the tokenizer of {target.model} has no chat template: use specmlx generate")
 
     cache = PromptCache(prompt_cache_bytes, keep_answers=True)
+    if prompt_cache_file is not None and prompt_cache_file.exists():
+        cache.load(prompt_cache_file, model.fingerprint)
 
     def begin() -> Dialogue:
         return Dialogue(
@@ -85,6 +95,8 @@ def chat(
                 last = _answer(dialogue, line, out, show_draft, color)
             if last is not None:
                 note(summary(last))
+    if prompt_cache_file is not None:
+        cache.save(prompt_cache_file, {"model": target.model})
 
 
 def _answer(dialogue: Any, question: str, out: TextIO, show_draft: bool, color: bool | None) -> Any:

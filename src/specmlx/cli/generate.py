@@ -26,7 +26,7 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer; may be repeated.")
 @click.option("--extra-eos-token", multiple=True, metavar="TOKEN", help="Also a stop token; may be repeated.")
 @options.prefill_step_size_option
-@click.option("--prompt-cache-file", metavar="FILE", help="A saved conversation that the prompt goes on from.")
+@click.option("--prompt-cache-file", metavar="FILE", help="A saved conversation to go on from, or saved prompts.")
 @click.option("--verbose", type=bool, default=True, show_default=True, help="False prints the answer only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @options.unsupported("--max-kv-size")
@@ -59,6 +59,9 @@ def generate(
     with answers() as out:
         target, prompt_cache, tokenizer_config = _cached(prompt_cache_file, target)
         model, tokenizer = target.load(draft_model, tokenizer_config)
+        goes_on = prompt_cache is not None
+        if prompt_cache_file and prompt_cache is None:
+            prompt_cache = _prompts(prompt_cache_file, model)
         for token in extra_eos_token:
             _add_stop_token(tokenizer, token)
         _warm_up(model, tokenizer, num_draft_tokens)
@@ -66,7 +69,7 @@ def generate(
         for response in stream_generate(
             model,
             tokenizer,
-            template.ids(tokenizer, prompt, prefill_response, suffix=prompt_cache is not None),
+            template.ids(tokenizer, prompt, prefill_response, suffix=goes_on),
             max_tokens,
             num_draft_tokens=num_draft_tokens,
             seed=sampling.seed,
@@ -142,13 +145,28 @@ def _add_stop_token(tokenizer: Any, token: str) -> None:
     tokenizer.add_eos_token(token)
 
 
+def _prompts(file: str, model: Any) -> Any:
+    from specmlx.generation import PromptCache
+
+    cache = PromptCache()
+    cache.load(file, model.fingerprint)
+    return cache
+
+
 def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.ModelFlags, Any, dict[str, Any] | None]:
-    """The target that a saved prompt cache was made with, the cache, and its tokenizer's settings."""
+    """The target that a saved conversation was made with, the conversation, and its tokenizer's settings.
+
+    Of a file of prompts only the first: what is in it begins like the whole prompt, where the model is the same.
+    """
     if file is None:
         return target, None, None
     from specmlx.prompt_cache import load_prompt_cache
+    from specmlx.state.store import is_saved_cache, read
 
-    cache, metadata = load_prompt_cache(file, return_metadata=True)
+    if is_saved_cache(file):
+        cache, metadata = None, read(file)[1]
+    else:
+        cache, metadata = load_prompt_cache(file, return_metadata=True)
     made_with = metadata.get("model", target.model)
     chosen = click.get_current_context().get_parameter_source("model") is not click.core.ParameterSource.DEFAULT
     if chosen and made_with != target.model:

@@ -2,10 +2,29 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+
+from specmlx.formats.atomic import write_atomically
+
+_DTYPES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.int64: "I64",
+    mx.int32: "I32",
+    mx.int16: "I16",
+    mx.int8: "I8",
+    mx.uint64: "U64",
+    mx.uint32: "U32",
+    mx.uint16: "U16",
+    mx.uint8: "U8",
+    mx.bool_: "BOOL",
+}
 
 
 def read_config(path: Path, name: str = "config.json") -> dict[str, Any]:
@@ -35,13 +54,33 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def save_atomically(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str]) -> None:
-    """Write a safetensors file so that a crash leaves the old one or the new one, never half of one."""
-    temporary = path.with_name(f".{path.stem}.partial.safetensors")
-    mx.save_safetensors(str(temporary), arrays, metadata=metadata)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def save_atomically(
+    path: Path,
+    arrays: dict[str, mx.array],
+    metadata: dict[str, str],
+    private: bool = False,
+    system: ModuleType = os,
+) -> None:
+    """Write a safetensors file so that a crash leaves the old one or the new one (see `write_atomically`)."""
+    write_atomically(path, safetensors(arrays, metadata), private, system)
+
+
+def safetensors(arrays: dict[str, mx.array], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file, part by part: header, then the tensors by name."""
+    header, end = {"__metadata__": dict(sorted(metadata.items()))}, 0
+    names = sorted(arrays)
+    for name in names:
+        x = arrays[name]
+        header[name] = {"dtype": _DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [end, end + x.nbytes]}
+        end += x.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in names:
+        if arrays[name].size:
+            # As bytes, since Python's buffers know no bfloat16.
+            yield memoryview(mx.contiguous(arrays[name].reshape(-1)).view(mx.uint8))
 
 
 def _check_whole(file: Path) -> None:

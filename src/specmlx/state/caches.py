@@ -132,6 +132,29 @@ class CacheStates:
                     own.export(stock)
 
 
+def clones(states: CacheStates) -> list:
+    """The caches as they are once the rows that are in have run; what becomes of the originals doesn't change them."""
+    found = [clone(cache) for cache in states.caches]
+    for leaf in (leaf for cache in found for leaf in _leaves(cache)):
+        if _trimmable(leaf):
+            leaf.offset = states.length
+    return found
+
+
+def clone(cache: Any) -> Any:
+    """Another cache that holds the same."""
+    if type(cache) is CacheList:
+        return CacheList(*map(clone, cache.caches))
+    new = type(cache).__new__(type(cache))
+    vars(new).update({name: _copied(value) for name, value in vars(cache).items()})
+    return new
+
+
+def arrays(caches: list) -> list[mx.array]:
+    """All that caches hold."""
+    return _arrays(caches)
+
+
 class _Snapshot:
     """What a cache held, to be put back: its attributes, with copies of their lists and of the array objects."""
 

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from specmlx.formats.checkpoint import save_atomically
+from specmlx.formats.sealed import load_sealed, save_sealed
 from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates, Pass
 from specmlx.state.recurrent import Recurrent
 
-FORMAT = "specmlx-conversation-1"
+FORMAT = "specmlx-conversation-2"
 
 
 class Observable(NamedTuple):
@@ -37,6 +37,7 @@ class Conversation:
     One request at a time owns it: `claim` takes it over, and an older owner's next step raises.
     An interrupt may fall anywhere: ids are recorded before their rows enter the states, and `settle` takes back those
     whose rows did not. `exact` counts the first rows that are as a cold prefill would have left them, bit for bit.
+    `model` is the fingerprint of the model whose states these are; None where it is not known.
     """
 
     def __init__(self, states: LayerStates, processed: list[int] | None = None, pending: int | None = None):
@@ -46,6 +47,7 @@ class Conversation:
         self.draft: Draft | None = None
         self.unobserved: Observable | None = None
         self.exact = 0
+        self.model: str | None = None
         self._owner = 0
 
     @property
@@ -104,7 +106,10 @@ class Conversation:
 
 
 def save(path: str | Path, conversation: Conversation, metadata: dict[str, str] | None = None) -> None:
-    """Write the target's state to a safetensors file, replacing it atomically; drafter contexts are not kept."""
+    """Write the target's state to a safetensors file that only its owner may read, replacing it atomically.
+
+    Drafter contexts are not kept.
+    """
     arrays = {}
     for i, layer in enumerate(conversation.states.folded()):
         if isinstance(layer, KV):
@@ -113,19 +118,18 @@ def save(path: str | Path, conversation: Conversation, metadata: dict[str, str] 
         elif layer is not None:
             arrays |= {f"{i}.S": layer.S, f"{i}.conv": layer.conv}
     header = {
-        "format": FORMAT,
+        "model": json.dumps(conversation.model),
         "layers": str(len(conversation.states.layers)),
         "processed": json.dumps(conversation.processed),
         "pending": json.dumps(conversation.pending),
         "metadata": json.dumps(metadata or {}),
     }
-    save_atomically(Path(path), arrays, header)
+    save_sealed(Path(path), arrays, header, FORMAT)
 
 
-def restore(arrays: dict[str, mx.array], header: dict[str, str]) -> tuple[Conversation, dict[str, str]]:
-    """The conversation and the metadata of a saved file. Raises ValueError for a file of another format."""
-    if header.get("format") != FORMAT:
-        raise ValueError(f"the file's format is {header.get('format')!r}, not {FORMAT!r}")
+def load(path: str | Path) -> tuple[Conversation, dict[str, str]]:
+    """The conversation and the metadata of a saved file. Raises ValueError in one line for what is none, or damaged."""
+    arrays, header = load_sealed(Path(path), FORMAT)
     layers: list = []
     for i in range(int(header["layers"])):
         if f"{i}.S" in arrays:
@@ -137,4 +141,6 @@ def restore(arrays: dict[str, mx.array], header: dict[str, str]) -> tuple[Conver
     if processed:
         states.open(Pass(len(processed), layers))
         states.commit(len(processed))
-    return Conversation(states, processed, json.loads(header["pending"])), json.loads(header["metadata"])
+    conversation = Conversation(states, processed, json.loads(header["pending"]))
+    conversation.model = json.loads(header["model"])
+    return conversation, json.loads(header["metadata"])

@@ -14,6 +14,8 @@ import mlx.core as mx
 import numpy as np
 
 from specmlx.kernels.gated_delta import GRID
+from specmlx.state import caches
+from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
 from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates, Pass
@@ -60,12 +62,14 @@ class Snapshot:
     exact: whether a cold prefill of the same ids leaves these very bits and goes on from them (DESIGN of the grid:
         only grid-prefilled rows, `length` on the grid).
     drafts: by drafter, its packed context at the same boundary (see `drafters.proposal.Packable`).
+    caches: mlx-lm's own, of a model that is run by its own code; the piece has ids only, and nothing is exact.
     """
 
     piece: Piece
     recurrent: dict[int, Recurrent]
     exact: bool
     drafts: dict[str, dict[str, mx.array]] = field(default_factory=dict)
+    caches: list | None = None
 
     @property
     def length(self) -> int:
@@ -84,8 +88,9 @@ class Snapshot:
     @cached_property
     def nbytes(self) -> int:
         """Bytes without the pieces, which may be shared."""
-        drafts = sum(x.nbytes for packed in self.drafts.values() for x in packed.values())
-        return drafts + sum(layer.nbytes for layer in self.recurrent.values())
+        arrays = [x for packed in self.drafts.values() for x in packed.values()]
+        arrays += [] if self.caches is None else caches.arrays(self.caches)
+        return sum(x.nbytes for x in arrays) + sum(layer.nbytes for layer in self.recurrent.values())
 
 
 def digests(ids: np.ndarray, lengths: Sequence[int]) -> Iterator[bytes]:
@@ -110,6 +115,11 @@ def take(
     """
     length, start = conversation.states.length, 0 if before is None else before.stop
     ids = np.array(conversation.processed[:length], dtype=np.int32)
+    drafts = {} if drafter is None or packed is None else {drafter: packed}
+    if isinstance(conversation.states, CacheStates):
+        copies = caches.clones(conversation.states)
+        mx.eval(caches.arrays(copies), drafts)
+        return Snapshot(Piece(ids[start:], {}, before), {}, False, drafts, copies)
     lanes = slice(lane, lane + 1)
     kvs, recurrent = {}, {}
     for i, layer in enumerate(conversation.states.folded()):
@@ -117,17 +127,19 @@ def take(
             recurrent[i] = Recurrent(mx.contiguous(layer.S[lanes]), mx.contiguous(layer.conv[lanes]))
         elif layer is not None:
             kvs[i] = KV(*(mx.contiguous(x[lanes, :, start:length]) for x in layer))
-    drafts = {} if drafter is None or packed is None else {drafter: packed}
-    mx.eval([*kvs.values(), *(list(x[:2]) for x in recurrent.values()), *(list(d.values()) for d in drafts.values())])
+    mx.eval([*kvs.values(), *(x[:2] for x in recurrent.values())], drafts)
     piece = before if start == length and before is not None else Piece(ids[start:], kvs, before)
     return Snapshot(piece, recurrent, conversation.exact >= length and length % GRID == 0, drafts)
 
 
-def restore(snapshot: Snapshot, empty: LayerStates, capacity: int) -> Conversation:
+def restore(snapshot: Snapshot, empty: LayerStates | CacheStates, capacity: int) -> Conversation:
     """A conversation that goes on from a snapshot, its buffers with room for `capacity` rows; `empty` says its layers.
 
     Nothing that it does reaches the snapshot.
     """
+    if snapshot.caches is not None:
+        states = CacheStates([caches.clone(cache) for cache in snapshot.caches], snapshot.length)
+        return Conversation(states, snapshot.ids.tolist())
     pieces = snapshot.piece.chain()
     layers = []
     for i, layer in enumerate(empty.layers):

@@ -1,16 +1,20 @@
 """`PromptCache`: snapshots of many prompts, found by the longest prefix, kept within a budget of bytes."""
 
+import json
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
+from specmlx.formats.sealed import format_of, load_sealed, save_sealed
 from specmlx.kernels.gated_delta import GRID
+from specmlx.state import prompt_file
 from specmlx.state.prefix import Piece, Snapshot, digests
 
 # Of the memory that the device recommends to use (on the CPU: of the machine's).
@@ -101,6 +105,26 @@ class PromptCache:
         """Namespace, snapshot and class of everything held, least recently used first."""
         with self._lock:
             return [(key[0], entry.snapshot, entry.kind) for key, entry in self._entries.items()]
+
+    def save(self, path: str | Path, metadata: dict[str, str] | None = None) -> None:
+        """Write everything held to a safetensors file that only its owner may read, replacing it atomically."""
+        arrays, description = prompt_file.pack(self.snapshots())
+        header = {"snapshots": json.dumps(description), "metadata": json.dumps(metadata or {})}
+        save_sealed(Path(path), arrays, header, prompt_file.FORMAT)
+
+    def load(self, path: str | Path, namespace: str | None = None) -> dict[str, str]:
+        """Take in what `save` wrote, as far as the budget goes, and get its metadata.
+
+        `namespace`: a model's fingerprint. Raises ValueError in one line, with nothing changed, for a file that is
+        missing, foreign, cut, changed or of another version, and where all of it is another model's.
+        """
+        held, metadata = read(path)
+        spaces = {space for space, _, _ in held}
+        if namespace is not None and spaces and not any(space.startswith(namespace) for space in spaces):
+            raise ValueError(f"{path} holds prompts of another model ({min(spaces)[:8]}, this one is {namespace[:8]})")
+        for space, snapshot, kind in held:
+            self.put(space, snapshot, kind)
+        return metadata
 
     @contextmanager
     def find(self, namespace: str, ids: Sequence[int]) -> Iterator[Snapshot | None]:
@@ -212,6 +236,20 @@ class PromptCache:
     def _count(self, **changes: int) -> None:
         now = {name: getattr(self._counters, name) + change for name, change in changes.items()}
         self._counters = replace(self._counters, **now)
+
+
+def is_saved_cache(path: str | Path) -> bool:
+    """Whether a file says that it is a saved `PromptCache`, of whatever version."""
+    return (format_of(Path(path)) or "").startswith(prompt_file.FORMAT.rpartition("-")[0])
+
+
+def read(path: str | Path) -> tuple[list[prompt_file.Held], dict[str, str]]:
+    """What a saved `PromptCache` held (namespace, snapshot, class), and its metadata; ValueError as of `load`."""
+    arrays, header = load_sealed(Path(path), prompt_file.FORMAT)
+    try:
+        return prompt_file.unpack(arrays, header["snapshots"]), json.loads(header["metadata"])
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from None
 
 
 def default_budget() -> int:

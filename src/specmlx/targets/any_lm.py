@@ -1,7 +1,8 @@
 """Any other mlx-lm model as a target: its own code and caches, behind the two ways to run rows that the loop needs."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specmlx.drafters.proposal import Drafter
+from specmlx.formats.identity import fingerprint
 from specmlx.state.caches import CacheStates
 from specmlx.state.layers import Pass
 from specmlx.targets.drafting import Drafting
@@ -42,6 +44,11 @@ class AnyLM(nn.Module):
         self._outline = Outline(model)
         self._state_layers = len(make_prompt_cache(model))
         self._drafting = Drafting()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for the weights, taken when it is first asked for: what their states are known by."""
+        return fingerprint(self.lm, replace(self._config, draft_model=None))
 
     @property
     def config(self) -> LMConfig:
@@ -156,9 +163,13 @@ class AnyLM(nn.Module):
 
     def export_caches(self, states: CacheStates, caches: list) -> None:
         """Write the committed rows into the caches that the states came from, in place."""
+        self.catch_up(states)
+        states.export(caches)
+
+    def catch_up(self, states: CacheStates) -> None:
+        """Let accepted rows that the caches don't hold yet run, so that they may be exported or copied."""
         if not states.whole:
             self._replay(states)
-        states.export(caches)
 
 
 def _config(model: nn.Module, config: dict[str, Any]) -> LMConfig:

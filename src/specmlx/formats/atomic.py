@@ -1,0 +1,53 @@
+"""Files that are there whole or not at all, whenever the writer dies."""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+_CHUNK = 1 << 23
+
+
+def write_atomically(
+    path: Path, parts: Iterable[bytes | memoryview], private: bool = False, system: ModuleType = os
+) -> None:
+    """Replace a file by `parts`: after a crash at any moment the old one is whole, or the new one is.
+
+    A temporary file beside it is written and synced, renamed, and the directory synced. `private`: only its owner may
+    read it. `system` makes the calls, as `os` does. Raises OSError, with the old file as it was and nothing left over.
+    """
+    _sweep(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    try:
+        file = system.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        try:
+            for part in parts:
+                left = memoryview(part).cast("B")
+                while left:
+                    left = left[system.write(file, left[:_CHUNK]) :]
+            system.fsync(file)
+        finally:
+            system.close(file)
+        system.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    directory = system.open(path.parent, os.O_RDONLY)
+    try:
+        system.fsync(directory)
+    finally:
+        system.close(directory)
+
+
+def _sweep(path: Path) -> None:
+    """Remove what writers of this file left that were killed."""
+    for partial in path.parent.glob(f".{path.name}.*.partial"):
+        try:
+            os.kill(int(partial.name.split(".")[-3]), 0)
+        except ProcessLookupError:
+            partial.unlink(missing_ok=True)
+        except (OSError, ValueError):
+            continue

@@ -1,0 +1,72 @@
+"""Snapshots in a file and back."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from specmlx.state.kv import KV
+from specmlx.state.prefix import Piece, Snapshot
+from specmlx.state.recurrent import Recurrent
+
+FORMAT = "specmlx-prompts-1"
+
+Held = tuple[str, Snapshot, int]
+
+
+def pack(held: Iterable[Held]) -> tuple[dict[str, mx.array], dict[str, Any]]:
+    """Arrays and a description (JSON) of snapshots, each with its namespace and class; shared pieces are there once.
+
+    Snapshots of mlx-lm's caches are left out.
+    """
+    arrays: dict[str, mx.array] = {}
+    numbers: dict[Piece, int] = {}
+    pieces, snapshots = [], []
+    for namespace, snapshot, kind in held:
+        if snapshot.caches is not None:
+            continue
+        for piece in snapshot.piece.chain():
+            if piece in numbers:
+                continue
+            n = numbers[piece] = len(pieces)
+            before = None if piece.before is None else numbers[piece.before]
+            pieces.append({"before": before, "layers": sorted(piece.kvs)})
+            arrays[f"piece.{n}.ids"] = mx.array(piece.ids)
+            for i, kv in piece.kvs.items():
+                arrays |= {f"piece.{n}.{i}.keys": kv.keys, f"piece.{n}.{i}.values": kv.values}
+        n = len(snapshots)
+        for i, layer in snapshot.recurrent.items():
+            arrays |= {f"snapshot.{n}.{i}.S": layer.S, f"snapshot.{n}.{i}.conv": layer.conv}
+        for drafter, packed in snapshot.drafts.items():
+            arrays |= {f"snapshot.{n}.{drafter}.{name}": x for name, x in packed.items()}
+        snapshots.append(
+            {
+                "namespace": namespace,
+                "class": kind,
+                "exact": snapshot.exact,
+                "piece": numbers[snapshot.piece],
+                "layers": sorted(snapshot.recurrent),
+                "drafts": {drafter: sorted(packed) for drafter, packed in snapshot.drafts.items()},
+            }
+        )
+    return arrays, {"pieces": pieces, "snapshots": snapshots}
+
+
+def unpack(arrays: dict[str, mx.array], description: str) -> list[Held]:
+    """What `pack` was given. Raises KeyError, IndexError, TypeError or ValueError where the two don't fit."""
+    parsed = json.loads(description)
+    pieces: list[Piece] = []
+    for n, entry in enumerate(parsed["pieces"]):
+        before = None if entry["before"] is None else pieces[entry["before"]]
+        kvs = {i: KV(arrays[f"piece.{n}.{i}.keys"], arrays[f"piece.{n}.{i}.values"]) for i in entry["layers"]}
+        pieces.append(Piece(np.array(arrays[f"piece.{n}.ids"]), kvs, before))
+    held = []
+    for n, entry in enumerate(parsed["snapshots"]):
+        at = f"snapshot.{n}"
+        recurrent = {i: Recurrent(arrays[f"{at}.{i}.S"], arrays[f"{at}.{i}.conv"]) for i in entry["layers"]}
+        drafts = {d: {name: arrays[f"{at}.{d}.{name}"] for name in names} for d, names in entry["drafts"].items()}
+        snapshot = Snapshot(pieces[entry["piece"]], recurrent, entry["exact"], drafts)
+        held.append((entry["namespace"], snapshot, entry["class"]))
+    return held
