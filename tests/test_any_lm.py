@@ -298,8 +298,6 @@ def test_a_directory_of_any_mlx_lm_model_loads_and_gives_mlx_lms_tokens(tmp_path
     assert collect(specmlx.stream_generate(model, tokenizer, want[5:6], 5, prompt_cache=cache))[1] != want[5:10]
     with pytest.raises(ValueError, match="only a hybrid's conversation can be saved"):
         specmlx.save_prompt_cache(str(tmp_path / "c.safetensors"), cache)
-    with pytest.raises(ValueError, match="a PromptCache keeps hybrids only, not llama"):
-        specmlx.generate(model, tokenizer, prompt, prompt_cache=specmlx.PromptCache())
     config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "no_such_model"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="no_such_model"):

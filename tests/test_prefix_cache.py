@@ -197,7 +197,7 @@ def test_snapshots_of_a_conversation_share_their_rows(fp32, tokenizer):
     row = 2 * 2 * 2 * 32 * 4
     state = 2 * (4 * 32 * 32 * 4 + 3 * 256 * 4)
     pieces = sum(piece.nbytes for piece in {p for s in held for p in s.piece.chain()})
-    assert len(held) == 7 and pieces <= longest * (row + 4)
+    assert len(held) == 6 and pieces <= longest * (row + 4)
     assert cache.nbytes == pieces + len(held) * state
 
 

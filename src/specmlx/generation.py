@@ -119,10 +119,6 @@ def stream_generate(
     Raises ValueError for options that can't be honoured, an empty prompt, ids outside the vocabulary, max_tokens of 0.
     """
     model = as_target(model)
-    if isinstance(prompt_cache, PromptCache) and isinstance(model, AnyLM):
-        raise ValueError(
-            f"a PromptCache keeps hybrids only, not {model.config.model_type}: use make_prompt_cache(model)"
-        )
     refused = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "input_embeddings": input_embeddings}
     for name, value in refused.items():
         if value is not None:
