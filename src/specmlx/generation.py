@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter
 from specmlx.loading import AUTO, load, load_drafter
 from specmlx.prompt_cache import (
@@ -276,10 +277,8 @@ def _drafting(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | No
             raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
         return None, Stats(mode="plain", reason=reason)
     if not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"draft_model is a {type(drafter).__name__}: load a DFlash or DSpark drafter with specmlx.load_drafter"
-        )
-    if isinstance(drafter, BlockDrafter) and drafter.target.embedding is not model.embedding:
+        raise ValueError(f"draft_model is a {type(drafter).__name__}: load a drafter with specmlx.load_drafter")
+    if isinstance(drafter, BlockDrafter | MTP) and drafter.target.embedding is not model.embedding:
         raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
     if num_draft_tokens == 0:
         return None, Stats(mode="plain", reason="num_draft_tokens is 0")

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.drafters import checkpoint as drafter_checkpoint
+from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.proposal import Drafter
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
@@ -15,6 +16,7 @@ from specmlx.targets.hybrid import Model
 
 DEMO = "demo"
 AUTO = "auto"
+MTP = "mtp"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _WEIGHTS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 
@@ -66,13 +68,22 @@ def load(
 
 
 def load_drafter(path_or_hf_repo: str, model: nn.Module, *, dtype: mx.Dtype | str | None = None) -> Drafter:
-    """Load a drafter (a directory, a Hub id, "demo/dflash" or "demo/dspark") and pair it with a loaded target.
+    """Load a drafter and pair it with a loaded target.
 
-    `dtype`: the target's own where it is unset. Raises ValueError in one line where the pair does not fit (both values
+    Args:
+        path_or_hf_repo: a directory, a Hub id, a drafter of the demo ("demo/dflash", …), or "mtp": the head in the
+            target's own files.
+        dtype: the target's own where it is unset.
+
+    Raises ValueError in one line where the pair does not fit (both values
     named) or files are missing or corrupt.
     """
     model = as_target(model)
     dtype = _dtype(dtype) or model.dtype
+    if path_or_hf_repo == MTP:
+        if not isinstance(model, Model) or model.directory is None:
+            raise ValueError("draft_model='mtp' needs a target that was loaded from files: this one was not")
+        return load_mtp(model.directory, model, dtype)
     return drafter_checkpoint.load_drafter(resolve(path_or_hf_repo), model, dtype)
 
 
@@ -93,7 +104,7 @@ def resolve(path_or_hf_repo: str, revision: str | None = None, local_only: bool 
 
 def _demo(name: str) -> Path:
     here = Path(__file__).parent / "demo"
-    known = {"demo": "target", "demo/dflash": "dflash", "demo/dflash2": "dflash2", "demo/dspark": "dspark"}
+    known = {"demo": "target", **{f"demo/{kind}": kind for kind in ("dflash", "dflash2", "dspark", "mtp")}}
     if name not in known:
         raise ValueError(f"no demo part named {name!r}: there are {', '.join(known)}")
     return here / known[name]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -14,11 +15,13 @@ from specmlx.demo.tasks import KINDS
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.checkpoint import build, load_drafter
 from specmlx.drafters.config import DFLASH2, DrafterConfig
+from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
-from specmlx.training.drafter import DraftLoss, draft_loss, sample_anchors
+from specmlx.training.drafter import DraftLoss, LossFunction, draft_loss, sample_anchors
 from specmlx.training.loop import Schedule, train
+from specmlx.training.mtp import mtp_loss
 from specmlx.training.target import next_token_loss
 from specmlx.training.tokenizer import train_tokenizer
 
@@ -33,7 +36,7 @@ REVISIONS = (
 # Drafters begin on the target as it was at one step, while it goes on learning, and end on the finished one.
 SNAPSHOT = 3000
 FIRST_STEPS = 900
-DRAFTER_STEPS = {"dflash": 1000, "dflash2": 500, "dspark": 1000}
+DRAFTER_STEPS = {"dflash": 1000, "dflash2": 500, "dspark": 1000, "mtp": 600}
 BATCH, LENGTH = 8, 256
 DRAFTER_LENGTH, ANCHORS = 128, 24
 # Until which step, row length, kinds. To copy a name is learned from one kind in a minute, from all not in an hour.
@@ -115,10 +118,12 @@ DRAFTER_CONFIGS = {
         "confidence_head_with_markov": True,
     },
 }
+MTP_CONFIG = {"architectures": ["Qwen3_5MTP"], "model_type": "qwen3_5_mtp", "text_config": TARGET_CONFIG}
 LOSSES = {
     "dflash": DraftLoss(soft=0.5, l1=0.5),
     "dflash2": DraftLoss(soft=0.5, l1=0.5, selector=1.0),
     "dspark": DraftLoss(soft=0.5, l1=0.5, confidence=0.1),
+    "mtp": DraftLoss(soft=0.5, l1=0.5),
 }
 
 
@@ -194,14 +199,26 @@ def train_drafter(kind: str, out: Path, work: Path, steps: int) -> BlockDrafter:
         drafter.model.load_weights(tree_flatten(trunk.parameters()), strict=False)
     else:
         drafter = build(config, load_target(work / "snapshot", dtype=mx.float32)[0])
-        _draft_lesson(drafter, out / "target", work / f"{kind}-first", Schedule(4e-3, FIRST_STEPS, constant=1.0))
+        loss = draft_loss(drafter, drafter.target, LOSSES[kind])
+        schedule = Schedule(4e-3, FIRST_STEPS, constant=1.0)
+        _draft_lesson(drafter.model, loss, out / "target", work / f"{kind}-first", schedule)
         drafter = type(drafter)(drafter.model, target)
-    _draft_lesson(drafter, out / "target", work / kind, Schedule(4e-3, steps, constant=0.2))
+    loss = draft_loss(drafter, target, LOSSES[kind])
+    _draft_lesson(drafter.model, loss, out / "target", work / kind, Schedule(4e-3, steps, constant=0.2))
     return drafter
 
 
-def _draft_lesson(drafter: BlockDrafter, tokenizer: Path, directory: Path, schedule: Schedule) -> None:
-    kind = drafter.config.kind
+def train_mtp(out: Path, work: Path, steps: int) -> MTP:
+    """Train an MTP head on the target in `out` from random weights, checkpointing in `work`."""
+    mx.random.seed(SEED + 1)
+    target = load_target(out / "target", dtype=mx.float32)[0]
+    drafter = MTP(MTPHead(target.config), target)
+    loss = mtp_loss(drafter, target, LOSSES["mtp"])
+    _draft_lesson(drafter.model, loss, out / "target", work / "mtp", Schedule(4e-3, steps, constant=0.2))
+    return drafter
+
+
+def _draft_lesson(model: nn.Module, loss: LossFunction, tokenizer: Path, directory: Path, schedule: Schedule) -> None:
     chats = PackedChats(tokenizer, SEED + schedule.steps, BATCH, DRAFTER_LENGTH)
 
     def batch(step: int) -> tuple[mx.array, ...]:
@@ -209,8 +226,7 @@ def _draft_lesson(drafter: BlockDrafter, tokenizer: Path, directory: Path, sched
         anchors = sample_anchors(weights, ANCHORS, np.random.default_rng([schedule.steps, step]))
         return mx.array(tokens), mx.array(weights), mx.array(anchors)
 
-    loss = draft_loss(drafter, drafter.target, LOSSES[kind])
-    for record in train(drafter.model, loss, batch, schedule, directory, betas=(0.9, 0.95), weight_decay=0.0):
+    for record in train(model, loss, batch, schedule, directory, betas=(0.9, 0.95), weight_decay=0.0):
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
 
@@ -224,7 +240,7 @@ def save_float16(model, config: dict, directory: Path) -> None:
 
 
 @click.command()
-@click.argument("what", type=click.Choice(["tokenizer", "target", *DRAFTER_CONFIGS, "all"]))
+@click.argument("what", type=click.Choice(["tokenizer", "target", *DRAFTER_CONFIGS, "mtp", "all"]))
 @click.option("--work", type=click.Path(path_type=Path), required=True, help="Where checkpoints and logs go.")
 @click.option("--steps", type=int, default=None, help="Other than the steps that the embedded pair took.")
 @click.option("--out", type=click.Path(path_type=Path), default=HERE, help="Where the pair goes: target/, dflash/, …")
@@ -239,6 +255,8 @@ def main(what: str, work: Path, steps: int | None, out: Path) -> None:
         if what in (kind, "all"):
             drafter = train_drafter(kind, out, work, steps or DRAFTER_STEPS[kind])
             save_float16(drafter.model, DRAFTER_CONFIGS[kind], out / kind)
+    if what in ("mtp", "all"):
+        save_float16(train_mtp(out, work, steps or DRAFTER_STEPS["mtp"]).model, MTP_CONFIG, out / "mtp")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from specmlx.drafters.block import BlockTrunk
 from specmlx.drafters.block_drafter import BlockDrafter, Target
@@ -14,8 +11,11 @@ from specmlx.drafters.config import DFLASH2, DSPARK, DrafterConfig
 from specmlx.drafters.dflash import DFlash
 from specmlx.drafters.dflash2 import DFlash2, DFlash2Trunk
 from specmlx.drafters.dspark import DSpark, DSparkTrunk
-from specmlx.drafters.pairing import check_pair
-from specmlx.formats.checkpoint import read_config, weight_files
+from specmlx.drafters.mtp import MTP
+from specmlx.drafters.mtp_checkpoint import load_mtp
+from specmlx.drafters.pairing import check_pair, is_split_mtp
+from specmlx.drafters.weights import check_names, quantize_as_stored, read_weights
+from specmlx.formats.checkpoint import read_config
 from specmlx.formats.dense import column_major
 
 PREFIX = "model."
@@ -24,7 +24,7 @@ SHARED = ("embed_tokens.", "lm_head.")
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
 
 
-def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None) -> BlockDrafter:
+def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None) -> BlockDrafter | MTP:
     """The drafter in a directory, paired with its target; `dtype` casts its floating-point weights.
 
     deepseek-ai's files hold frozen copies of the target's embedding and head: those are dropped, and the
@@ -34,6 +34,8 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
     """
     path = Path(path)
     config = read_config(path)
+    if is_split_mtp(config):
+        return load_mtp(path, target, dtype)
     if reasons := check_pair(config, target.config):
         raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
     parsed = DrafterConfig.from_dict(config)
@@ -45,8 +47,8 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
         parsed = replace(parsed, enable_confidence_head=has_head)
     drafter = build(parsed, target)
     if parsed.quantization:
-        _quantize(drafter.model, parsed.quantization, weights)
-    _check_names(drafter.model, weights, path)
+        quantize_as_stored(drafter.model, parsed.quantization, weights)
+    check_names(drafter.model, weights, path)
     drafter.model.load_weights(list(weights.items()))
     if dtype is not None:
         drafter.model.set_dtype(dtype)
@@ -65,17 +67,6 @@ def build(config: DrafterConfig, target: Target) -> BlockDrafter:
     return DFlash(BlockTrunk(config), target)
 
 
-def read_weights(path: Path) -> dict[str, mx.array]:
-    """All tensors of a directory's safetensors files. Raises ValueError that names a cut or corrupt file."""
-    weights: dict[str, mx.array] = {}
-    for file in weight_files(path):
-        try:
-            weights.update(mx.load(str(file)))
-        except RuntimeError as error:
-            raise ValueError(f"{file} can't be read: {error}") from None
-    return weights
-
-
 def _renamed(name: str) -> str:
     name = name.removeprefix(PREFIX)
     stem = name.removesuffix(".weight")
@@ -92,42 +83,3 @@ def _is_shared(name: str, weight: mx.array, config: DrafterConfig) -> bool:
     if weight.shape[:dims] != expected[:dims]:
         raise ValueError(f"{name} is {list(weight.shape)}, no copy of the target's {list(expected)} table")
     return True
-
-
-def _quantize(model: nn.Module, quantization: dict[str, Any], weights: dict[str, mx.array]) -> None:
-    def chosen(name: str, module: nn.Module) -> bool | dict[str, Any]:
-        if f"{name}.scales" not in weights or not isinstance(module, nn.Linear | nn.Embedding):
-            return False
-        override = quantization.get(name)
-        return override if isinstance(override, dict) else True
-
-    try:
-        nn.quantize(
-            model,
-            group_size=quantization["group_size"],
-            bits=quantization["bits"],
-            mode=quantization.get("mode", "affine"),
-            class_predicate=chosen,
-        )
-    except KeyError as missing:
-        raise ValueError(f"config.json's quantization has no {missing.args[0]}") from None
-
-
-def _check_names(model: nn.Module, weights: dict[str, mx.array], path: Path) -> None:
-    wanted = dict(tree_flatten(model.parameters()))
-    problems = []
-    for what, names in (
-        ("missing", wanted.keys() - weights.keys()),
-        ("extra", weights.keys() - wanted.keys()),
-    ):
-        if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            problems.append(f"{what} {', '.join(sorted(names)[:5])}{more}")
-    for name in sorted(wanted.keys() & weights.keys()):
-        have, want = weights[name], wanted[name]
-        if have.shape != want.shape:
-            problems.append(f"{name} is {list(have.shape)}, should be {list(want.shape)}")
-        elif mx.issubdtype(have.dtype, mx.floating) != mx.issubdtype(want.dtype, mx.floating):
-            problems.append(f"{name} is {have.dtype}, which config.json says nothing about")
-    if problems:
-        raise ValueError(f"the weights in {path} don't fit its config.json: {'; '.join(problems)}")

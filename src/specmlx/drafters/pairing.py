@@ -15,6 +15,8 @@ class TargetSizes(Protocol):
 
 def check_pair(config: dict[str, Any] | DrafterConfig, target_config: TargetSizes) -> list[str]:
     """Why a drafter can't serve a target, from its config.json (or what was read of it); empty if it can."""
+    if isinstance(config, dict) and is_split_mtp(config):
+        return mtp_reasons(config, target_config)
     if not isinstance(config, DrafterConfig):
         try:
             config = DrafterConfig.from_dict(config)
@@ -34,4 +36,25 @@ def check_pair(config: dict[str, Any] | DrafterConfig, target_config: TargetSize
         reasons.append(f"vocabulary: the drafter's is {config.vocab_size}, the target's {vocab}")
     if not 0 <= config.mask_token_id < vocab:
         reasons.append(f"mask token: the drafter's id is {config.mask_token_id}, the target's vocabulary {vocab}")
+    return reasons
+
+
+def is_split_mtp(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of an MTP head in a repository of its own (mlx-vlm's split)."""
+    return config.get("model_type") == "qwen3_5_mtp"
+
+
+def mtp_reasons(config: dict[str, Any], target_config: TargetSizes) -> list[str]:
+    """Why the MTP head that a config.json (the target's or a split repository's) describes can't serve a target."""
+    text = {**config, **(config.get("text_config") or {})}
+    sizes = {
+        "hidden size": (text.get("hidden_size"), target_config.hidden_size),
+        "layers": (text.get("num_hidden_layers"), target_config.num_hidden_layers),
+        "vocabulary": (text.get("vocab_size"), target_config.vocab_size),
+    }
+    reasons = [f"{what}: the MTP head's target has {a}, this one {b}" for what, (a, b) in sizes.items() if a != b]
+    if (layers := text.get("mtp_num_hidden_layers", 1)) != 1:
+        reasons.append(f"mtp_num_hidden_layers is {layers}: specmlx runs heads of one layer")
+    if text.get("mtp_use_dedicated_embeddings"):
+        reasons.append("mtp_use_dedicated_embeddings: an MTP head with an embedding of its own is not supported yet")
     return reasons

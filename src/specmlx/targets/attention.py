@@ -42,16 +42,28 @@ class Attention(nn.Module):
 
         Without a buffer (`kv` None and `length` 0, in training) the rows see one another only.
         """
-        B, T, _ = x.shape
-        q, gate = mx.split(self.q_proj(x).reshape(B, T, self.num_attention_heads, -1), 2, axis=-1)
-        gate = gate.reshape(B, T, -1)
-        k = self.k_norm(self.k_proj(x).reshape(B, T, self.num_key_value_heads, -1)).transpose(0, 2, 1, 3)
-        v = self.v_proj(x).reshape(B, T, self.num_key_value_heads, -1).transpose(0, 2, 1, 3)
-        q = self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=start)
-        k = self.rope(k, offset=start)
+        q, gate = self.queries(x, start)
+        k, v = self.keys_values(x, start)
         if length:
             kv = write(reserve(kv, length, k, v), k, v, start)
             k, v = kv.keys[:, :, :length], kv.values[:, :, :length]
+        return self.attend(q, gate, k, v, mask), kv
+
+    def queries(self, x: mx.array, start: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Queries `[B, H, T, head_dim]` (normed, roped from `start` on) and output gates `[B, T, H * head_dim]`."""
+        B, T, _ = x.shape
+        q, gate = mx.split(self.q_proj(x).reshape(B, T, self.num_attention_heads, -1), 2, axis=-1)
+        return self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=start), gate.reshape(B, T, -1)
+
+    def keys_values(self, x: mx.array, start: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Keys (normed, roped from `start` on) and values `[B, Hkv, T, head_dim]`."""
+        B, T, _ = x.shape
+        k = self.k_norm(self.k_proj(x).reshape(B, T, self.num_key_value_heads, -1)).transpose(0, 2, 1, 3)
+        v = self.v_proj(x).reshape(B, T, self.num_key_value_heads, -1).transpose(0, 2, 1, 3)
+        return self.rope(k, offset=start), v
+
+    def attend(self, q: mx.array, gate: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> mx.array:
+        """Gated and projected output `[B, T, D]`."""
         o = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
-        o = o.transpose(0, 2, 1, 3).reshape(B, T, -1)
-        return self.o_proj(o * mx.sigmoid(gate)), kv
+        o = o.transpose(0, 2, 1, 3).reshape(gate.shape)
+        return self.o_proj(o * mx.sigmoid(gate))

@@ -67,6 +67,7 @@ def load_target(
         model = _with_adapters(load_adapters, model, adapter_path)
     if dtype is not None:
         cast(model, dtype)
+    model.directory = Path(path)
     model.eval()
     if mx.default_device() == mx.cpu:
         column_major(model)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -84,6 +85,8 @@ class Model(nn.Module):
         self.args = config
         self.model_type = config.model_type
         self.language_model = TextModel(config)
+        # Where its files are, if it was loaded: an MTP head is among them.
+        self.directory: Path | None = None
         self._drafting = Drafting()
 
     def attach(self, drafter: Drafter | None, reason: str | None = None) -> None:

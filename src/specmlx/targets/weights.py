@@ -33,10 +33,10 @@ def sanitize(weights: dict[str, mx.array], tied: bool) -> dict[str, mx.array]:
         if raw and key.endswith(_OFFSET_NORMS):
             value = value + 1.0
         sanitized[key] = value
-    return _stacked(sanitized)
+    return stacked_experts(sanitized)
 
 
-def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def stacked_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     """Each layer's experts in one array `[E, N, K]` a projection. Raises ValueError where one is missing."""
     experts: dict[str, dict[int, mx.array]] = {}
     stacked = {}

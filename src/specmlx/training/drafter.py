@@ -12,6 +12,7 @@ from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH2, DSPARK
 from specmlx.drafters.selector import CandidateSelector
 from specmlx.targets.hybrid import Model
+from specmlx.training.slots import acceptance_length, log_rows, normalised, slots_of, weighted_mean
 
 LossFunction = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 
@@ -33,6 +34,17 @@ class DraftLoss:
     confidence: float = 0.0
     selector: float = 0.0
     decay: float = 4.0
+
+    def of(self, log_p: mx.array, log_q: mx.array, labels: mx.array) -> tuple[mx.array, mx.array]:
+        """The first three terms and the distance sum |q - p|, `[...]` each, of rows `[..., V]` and labels `[...]`."""
+        p = mx.exp(log_p)
+        distance = mx.abs(mx.exp(log_q) - p).sum(axis=-1)
+        value = self.l1 * distance
+        if self.token:
+            value = value - self.token * mx.take_along_axis(log_q, labels[..., None], axis=-1)[..., 0]
+        if self.soft:
+            value = value - self.soft * (p * log_q).sum(axis=-1)
+        return value, distance
 
 
 DFLASH_LOSS = DraftLoss(token=1.0)
@@ -62,50 +74,27 @@ def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss) -> LossFu
     the target's own argmax, on the data's text.
     """
     config = drafter.config
-    # The target row that predicts what a slot guesses: a for the first slot, whose token stands at a + 1.
-    rows_ahead = mx.arange(config.max_width, dtype=mx.int32)
-    slot_weights = mx.exp(-rows_ahead / terms.decay)
+    slot_weights = mx.exp(-mx.arange(config.max_width) / terms.decay)
 
     def loss(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
-        B, L = weights.shape
         hidden, features = target.features(tokens[:, :-1], drafter.tap_ids)
         target_logits = mx.stop_gradient(target.lm_head(hidden).astype(mx.float32))
         features = mx.stop_gradient(features)
+        slots = slots_of(tokens, weights, anchors, config.max_width)
+        h = _block_rows(drafter, model, tokens, features, mx.maximum(anchors, 0))[:, :, config.first_row :]
 
-        real = anchors >= 0
-        at = mx.maximum(anchors, 0)
-        h = _block_rows(drafter, model, tokens, features, at)[:, :, config.first_row :]
-        rows = at[..., None] + rows_ahead  # [B, N, S]: the target's row that predicts the slot's token
-        inside = mx.minimum(rows, L - 1)
-        supervised = (mx.take_along_axis(weights[:, None], inside, axis=2) == 1) & (rows < L) & real[..., None]
-        supervised = mx.cumprod(supervised.astype(mx.float32), axis=-1)
-        labels = mx.take_along_axis(tokens[:, None], inside + 1, axis=2)
-        previous = mx.take_along_axis(tokens[:, None], inside, axis=2)
-
-        logits, confidence = _slot_logits(drafter, model, h, previous)
-        log_q = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        flat = inside.reshape(B, -1)[..., None]
-        log_p = mx.take_along_axis(target_logits, flat, axis=1).reshape(log_q.shape)
-        log_p = log_p - mx.logsumexp(log_p, axis=-1, keepdims=True)
-
-        p = mx.exp(log_p)
-        distance = mx.abs(mx.exp(log_q) - p).sum(axis=-1)
-        value = terms.l1 * distance
-        if terms.token:
-            value = value - terms.token * mx.take_along_axis(log_q, labels[..., None], axis=-1)[..., 0]
-        if terms.soft:
-            value = value - terms.soft * (p * log_q).sum(axis=-1)
+        logits, confidence = _slot_logits(drafter, model, h, slots.previous)
+        log_p, log_q = log_rows(target_logits, slots.rows), normalised(logits)
+        value, distance = terms.of(log_p, log_q, slots.labels)
         if terms.confidence and confidence is not None:
             kept = mx.stop_gradient(1 - distance / 2)
             value = value + terms.confidence * nn.losses.binary_cross_entropy(confidence, kept, reduction="none")
         best, guesses = mx.argmax(log_p, axis=-1), mx.argmax(log_q, axis=-1)
         if config.kind == DFLASH2:
-            loss_of_choice, guesses = _choice(model.candidate_selector, h, logits, previous, best)
+            loss_of_choice, guesses = _choice(model.candidate_selector, h, logits, slots.previous, best)
             value = value + terms.selector * loss_of_choice
-        weight = supervised * slot_weights
-        hits = (guesses == best).astype(mx.float32) * supervised
-        tau = 1 + (mx.cumprod(hits, axis=-1).sum(axis=-1) * real).sum() / mx.maximum(real.sum(), 1)
-        return (value * weight).sum() / mx.maximum(weight.sum(), 1e-6), {"tau": tau}
+        figures = {"tau": acceptance_length(guesses == best, slots)}
+        return weighted_mean(value, slots.supervised * slot_weights), figures
 
     return loss
 

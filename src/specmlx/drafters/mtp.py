@@ -1,0 +1,163 @@
+"""The native multi-token prediction head of Qwen3.5 and later: one more layer, which reads the target's last rows."""
+
+from functools import cached_property, partial
+from typing import Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from specmlx.drafters.block_drafter import Target
+from specmlx.drafters.proposal import DraftPolicy, Proposal
+from specmlx.formats.identity import fingerprint
+from specmlx.state.kv import KV, reserve, write
+from specmlx.targets.config import FULL, HybridConfig
+from specmlx.targets.hybrid import DecoderLayer
+
+MAX_WIDTH = 7
+"""γ: the head was trained to look one token ahead and may be run on its own output as often as one likes."""
+
+
+class Normed(Protocol):
+    """The part of a target that has its final norm."""
+
+    norm: nn.Module
+
+
+class NormedTarget(Target, Protocol):
+    """A target whose final norm is used as well."""
+
+    model: Normed
+
+
+class MTPHead(nn.Module):
+    """A full-attention layer of the target's kind behind fc, by the publishers' names (`mtp.*`). Norms hold 1 + w."""
+
+    def __init__(self, config: HybridConfig):
+        super().__init__()
+        self.config = config
+        D, eps = config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding = nn.RMSNorm(D, eps=eps)
+        self.pre_fc_norm_hidden = nn.RMSNorm(D, eps=eps)
+        self.fc = nn.Linear(2 * D, D, bias=False)
+        self.layers = [DecoderLayer(config, config.layer_types.index(FULL))]
+        self.norm = nn.RMSNorm(D, eps=eps)
+
+    def rows(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
+        """The layer's input `[B, T, D]` from the next tokens' embeddings and normed rows of target or head."""
+        return self.fc(
+            mx.concatenate([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], axis=-1)
+        )
+
+
+class MTPContext:
+    """The head's keys and values, and the target's last row.
+
+    Slot i of the buffers belongs to token i of the `length` observed ones and was made of it and of the target's row
+    i - 1. Slot 0 has no such row, so it is never seen: the head is one row behind the target.
+    """
+
+    def __init__(self, batch: int, width: int, dtype: mx.Dtype):
+        self.kv: KV | None = None
+        self.hidden = mx.zeros((batch, width), dtype=dtype)
+        self.length = mx.zeros((batch,), dtype=mx.int32)
+        self.bound = 0
+
+    def at_most(self, observed: int) -> None:
+        """Tell what the host has learned of unread counts: no lane has observed more rows than this."""
+        self.bound = min(self.bound, observed)
+
+    def arrays(self) -> list[mx.array]:
+        return [self.hidden, self.length, *(self.kv or ())]
+
+    def pack(self, lane: int = 0) -> dict[str, mx.array]:
+        """See `Packable`."""
+        length = self.length[lane].item()
+        packed = {"length": mx.array([length], dtype=mx.int32), "hidden": self.hidden[lane : lane + 1]}
+        if length:
+            keys, values = (mx.contiguous(x[lane : lane + 1, :, :length]) for x in self.kv)
+            packed |= {"keys": keys, "values": values}
+        return packed
+
+    def unpack(self, packed: dict[str, mx.array]) -> None:
+        self.length, self.hidden = packed["length"], packed["hidden"]
+        self.bound = self.length.item()
+        self.kv = KV(packed["keys"], packed["values"]) if self.bound else None
+
+
+class MTP:
+    """An MTP head paired with its target: row t takes token t + 1 and the target's row t, and proposes token t + 2.
+
+    Behind the anchor it is run on its own output. Proposes nothing before the target has run a row.
+    """
+
+    def __init__(self, model: MTPHead, target: NormedTarget, max_width: int = MAX_WIDTH):
+        self.model = model
+        self.target = target
+        self.tap_ids = (target.config.num_hidden_layers - 1,)
+        self.max_width = max_width
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for the head's weights, taken when it is first asked for."""
+        return fingerprint(self.model, self.model.config)
+
+    def new_context(self, batch: int = 1, start: int = 0) -> MTPContext:
+        """See `Drafter.new_context`. Keys are roped by their slot: only distances count, so `start` doesn't."""
+        return MTPContext(batch, self.target.config.hidden_size, self.model.norm.weight.dtype)
+
+    def observe(self, context: MTPContext, tokens: mx.array, features: mx.array, count: int | mx.array) -> None:
+        """See `Drafter.observe`; features are the last layer's rows. Only their keys and values are made.
+
+        Raises ValueError for features of another width, and for an int `count` outside 0..n.
+        """
+        B, n, F = features.shape
+        if F != (width := self.target.config.hidden_size):
+            raise ValueError(f"features are {F} wide: the last layer's are {width}")
+        if isinstance(count, int):
+            if not 0 <= count <= n:
+                raise ValueError(f"can't observe {count} rows: features have {n}")
+            tokens, features = tokens[:, :count], features[:, :count]
+            n = count
+        else:
+            features = mx.where((mx.arange(n) < count[:, None])[..., None], features, 0)
+        if n == 0:
+            return
+        hidden = self.target.model.norm(features).astype(context.hidden.dtype)
+        before = mx.concatenate([context.hidden[:, None], hidden], axis=1)
+        layer = self.model.layers[0]
+        x = layer.input_layernorm(self.model.rows(self._embed(tokens), before[:, :-1]))
+        keys, values = layer.self_attn.keys_values(x, context.length)
+        kv = reserve(context.kv, context.bound + n, keys, values)
+        context.kv = write(kv, keys, values, context.length)
+        last = mx.broadcast_to(mx.array(count, dtype=mx.int32), (B,))[:, None, None]
+        context.hidden = mx.take_along_axis(before, last, axis=1)[:, 0]
+        context.length = context.length + count
+        context.bound += n
+
+    def propose(self, context: MTPContext, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
+        """See `Drafter.propose`. Raises ValueError for a width outside 0..max_width."""
+        if not 0 <= width <= self.max_width:
+            raise ValueError(f"width {width} is outside 0..{self.max_width}, this drafter's range")
+        token = anchor.astype(mx.int32)[:, None]
+        if width == 0 or context.bound == 0:
+            return Proposal(mx.zeros((len(token), 0), dtype=mx.int32))
+        hidden, layer, tokens, qs = context.hidden[:, None], self.model.layers[0], [], []
+        for step in range(width):
+            slot, length = context.length + step, context.bound + step + 1
+            slots = mx.arange(length, dtype=mx.int32)
+            # A lane that has observed nothing sees its own slot only: what it proposes is a guess, but finite.
+            seen = ((slots > 0) & (slots < slot[:, None])) | (slots == slot[:, None])
+            mixer = partial(layer.self_attn, kv=context.kv, start=slot, length=length, mask=seen[:, None, None])
+            y, context.kv = layer(self.model.rows(self._embed(token), hidden), mixer)
+            hidden = self.model.norm(y)
+            token, q = policy.draft(self.logits(hidden), step)
+            tokens.append(token)
+            qs.append(q)
+        return Proposal(mx.concatenate(tokens, axis=1), None if qs[0] is None else mx.concatenate(qs, axis=1))
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Logits `[..., V]` of the head's normed rows `[..., D]`, by the target's own head."""
+        return self.target.lm_head(hidden.astype(self.target.model.norm.weight.dtype))
+
+    def _embed(self, tokens: mx.array) -> mx.array:
+        return self.target.embed_tokens(tokens).astype(self.model.norm.weight.dtype)
