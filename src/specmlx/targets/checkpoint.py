@@ -8,6 +8,8 @@ from mlx.utils import tree_map_with_path
 
 from specmlx.formats.checkpoint import read_config, weight_files
 from specmlx.formats.dense import column_major
+from specmlx.formats.scaled import is_scaled, read_scaled
+from specmlx.formats.scaled_linear import SCALES, place
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
@@ -50,15 +52,18 @@ def load_target(
     config = read_config(path) | (model_config or {})
     check_target(config, path)
     hybrid = config["model_type"] in MODEL_TYPES
-    weight_files(path)
+    files = weight_files(path)
     try:
-        model, config = load_model(
-            path,
-            lazy=True,
-            strict=strict,
-            model_config=model_config,
-            get_model_classes=lambda config: (Model, HybridConfig) if hybrid else _get_classes(config),
-        )
+        if hybrid and is_scaled(name for file in files for name in mx.load(str(file))):
+            model = _load_scaled(files, config, strict)
+        else:
+            model, config = load_model(
+                path,
+                lazy=True,
+                strict=strict,
+                model_config=model_config,
+                get_model_classes=lambda config: (Model, HybridConfig) if hybrid else _get_classes(config),
+            )
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
     except (AttributeError, KeyError, TypeError) as error:
@@ -76,13 +81,24 @@ def load_target(
     return model if hybrid else AnyLM(model, config), config
 
 
+def _load_scaled(files: list[Path], config: dict[str, Any], strict: bool) -> Model:
+    weights: dict[str, mx.array] = {}
+    for file in files:
+        weights.update(mx.load(str(file)))
+    model = Model(HybridConfig.from_dict(config))
+    weights = model.sanitize(read_scaled(weights, config))
+    place(model, weights)
+    model.load_weights(list(weights.items()), strict=strict)
+    return model
+
+
 def cast(model, dtype: mx.Dtype) -> None:
-    """Cast floating parameters in place; A_log goes to float32, since the decay is computed there."""
+    """Cast floating parameters in place; A_log, which makes the decay, and scales of FP8 and FP4 weights to float32."""
 
     def to(path: str, x: mx.array) -> mx.array:
         if not mx.issubdtype(x.dtype, mx.floating):
             return x
-        return x.astype(mx.float32 if path.endswith("A_log") else dtype)
+        return x.astype(mx.float32 if path.endswith(("A_log", *SCALES)) else dtype)
 
     model.update(tree_map_with_path(to, model.parameters()))
 

@@ -1,0 +1,170 @@
+"""Layers whose FP8 or FP4 codes stay packed as they are in the file, with scales that mlx's layouts have no place for.
+
+w = code * block scale * tensor scale: mlx multiplies codes and block scales (mxfp8 with unit block scales, nvfp4), the
+scale of the tensor or of an output channel multiplies the output, and one of a 128 x 128 block the input.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
+
+# mlx's (group size, bits) of the two layouts.
+LAYOUTS = {"mxfp8": (32, 8), "nvfp4": (16, 4)}
+# Floating-point parameters that stay float32 whatever the model's dtype is.
+SCALES = ("output_scale", "block_scales")
+
+
+class ScaledLinear(nn.Module):
+    """x Wᵀ * output_scale, W packed by mode "mxfp8" or "nvfp4"; `output_scale` float32 `[]` or `[N]`."""
+
+    def __init__(self, mode: str):
+        super().__init__()
+        self.group_size, self.bits = LAYOUTS[mode]
+        self.mode = mode
+        # Placeholders that loading replaces.
+        self.weight = mx.zeros((0, 0), dtype=mx.uint32)
+        self.scales = mx.zeros((0, 0), dtype=mx.uint8)
+        self.output_scale = mx.ones(())
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = mx.quantized_matmul(
+            _wide(x),
+            self.weight,
+            scales=self.scales,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+        return _biased(self, (y * self.output_scale).astype(x.dtype))
+
+
+class ScaledSwitchLinear(ScaledLinear):
+    """The same for experts: W `[E, N, K]`, `output_scale` `[E, 1]` or `[E, N]`."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = mx.gather_qmm(
+            _wide(x),
+            self.weight,
+            self.scales,
+            rhs_indices=indices,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            sorted_indices=sorted_indices,
+        )
+        return (y * self.output_scale[indices][..., None, :]).astype(x.dtype)
+
+
+class BlockScaledLinear(nn.Module):
+    """x Wᵀ with a float32 scale for each block of W, E4M3 codes `[N / b, b, K]`, `block_scales` `[N / b, K / b]`.
+
+    The scales of a row block are multiplied into the input, in float32, so that no weight is rounded.
+    """
+
+    group_size, bits, mode = 32, 8, "mxfp8"
+
+    def __init__(self, rows: int):
+        super().__init__()
+        # The last block may have rows that are none.
+        self.rows = rows
+        self.weight = mx.zeros((0, 0, 0), dtype=mx.uint32)
+        self.scales = mx.zeros((0, 0, 0), dtype=mx.uint8)
+        self.block_scales = mx.ones((0, 0))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        flat = x.reshape(-1, x.shape[-1])
+        y = mx.quantized_matmul(
+            _blocks_scaled(flat, self.block_scales),
+            self.weight,
+            scales=self.scales,
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+        y = y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
+        return _biased(self, y[..., : self.rows].astype(x.dtype))
+
+
+class BlockScaledSwitchLinear(BlockScaledLinear):
+    """The same for experts: codes `[E, N / b, b, K]`, `block_scales` `[E, N / b, K / b]`."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        _, blocks, rows, _ = self.weight.shape
+        scales = self.block_scales[indices]
+        y = mx.gather_qmm(
+            _blocks_scaled(x, scales),
+            self.weight.flatten(0, 1),
+            self.scales.flatten(0, 1),
+            rhs_indices=indices[..., None] * blocks + mx.arange(blocks, dtype=indices.dtype),
+            transpose=True,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+            sorted_indices=sorted_indices,
+        )
+        y = y.swapaxes(-2, -3).flatten(-2)
+        return y[..., : self.rows].astype(x.dtype)
+
+
+def _wide(x: mx.array) -> mx.array:
+    # Codes without their tensor scale go up to 2688, which float16's range can't sum.
+    return x.astype(mx.float32) if x.dtype == mx.float16 else x
+
+
+def _blocks_scaled(x: mx.array, scales: mx.array) -> mx.array:
+    """Rows `[..., M, K]` for each row block, times its scales `[..., N / b, K / b]`: `[..., N / b, M, K]`."""
+    size = x.shape[-1] // scales.shape[-1]
+    scaled = mx.unflatten(x[..., None, :, :].astype(mx.float32), -1, (-1, size)) * scales[..., None, :, None]
+    return scaled.flatten(-2)
+
+
+def _biased(layer: nn.Module, y: mx.array) -> mx.array:
+    return y + layer.bias if "bias" in layer else y
+
+
+def place(model: nn.Module, weights: dict[str, mx.array]) -> None:
+    """Put such a layer, with its weights, wherever `weights` have one; in place.
+
+    Raises ValueError, with the tensor's name, where a weight's shape is not the layer's.
+    """
+    placed = []
+    for path, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        blocks = f"{path}.block_scales" in weights
+        if not blocks and f"{path}.output_scale" not in weights:
+            continue
+        if not isinstance(layer, (nn.Linear, SwitchLinear)):
+            raise ValueError(f"{path} has FP8 or FP4 codes: a {type(layer).__name__} can't")
+        new = _layer(layer, weights[f"{path}.weight"], weights[f"{path}.scales"], blocks)
+        _check_shape(path, layer, new, weights[f"{path}.weight"])
+        for name in [name for name in new if f"{path}.{name}" in weights]:
+            new[name] = weights[f"{path}.{name}"]
+        if isinstance(new, ScaledSwitchLinear) and new.output_scale.ndim == 1:
+            new.output_scale = weights[f"{path}.output_scale"] = new.output_scale[:, None]
+        if "bias" in layer:
+            new.bias = layer.bias
+        placed.append((path, new))
+    model.update_modules(tree_unflatten(placed))
+
+
+def _layer(layer: nn.Module, weight: mx.array, scales: mx.array, blocks: bool) -> nn.Module:
+    experts = isinstance(layer, SwitchLinear)
+    if blocks:
+        return (BlockScaledSwitchLinear if experts else BlockScaledLinear)(layer.weight.shape[-2])
+    # A group of nvfp4 is 2 words, one of mxfp8 8.
+    mode = "nvfp4" if weight.shape[-1] == 2 * scales.shape[-1] else "mxfp8"
+    return (ScaledSwitchLinear if experts else ScaledLinear)(mode)
+
+
+def _check_shape(path: str, layer: nn.Module, new: nn.Module, weight: mx.array) -> None:
+    shape = (*weight.shape[:-1], weight.shape[-1] * 32 // new.bits)
+    want = layer.weight.shape
+    if isinstance(new, BlockScaledLinear):
+        size = shape[-2]
+        shape = (*shape[:-3], shape[-3] * size, shape[-1])
+        want = (*want[:-2], -(-want[-2] // size) * size, want[-1])
+    if shape != want:
+        raise ValueError(f"{path}.weight is {list(shape)}, should be {list(want)}")
