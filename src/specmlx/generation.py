@@ -5,7 +5,6 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -22,6 +21,7 @@ from specmlx.prompt_cache import (
     open_cache,
     save_prompt_cache,
 )
+from specmlx.responses import GenerationResponse, Reply, summary
 from specmlx.reuse import reusing
 from specmlx.speculation.loop import Token, generate_tokens
 from specmlx.speculation.policy import Policy
@@ -43,39 +43,6 @@ __all__ = [
     "save_prompt_cache",
     "stream_generate",
 ]
-
-
-@dataclass
-class GenerationResponse:
-    """One token and the text that it lets out, with mlx_lm's fields and specmlx's `stats`.
-
-    Args:
-        text: the next segment of text; may be empty.
-        token: the token's id.
-        logprobs: the target's log-probabilities `[V]` for it, after logits processors and before the sampler's filters.
-        from_draft: whether the drafter had guessed it.
-        prompt_tokens: tokens of this call's prompt.
-        prompt_tps: prompt tokens per second of prefill.
-        generation_tokens: tokens given so far.
-        generation_tps: the same per second of decoding (prefill apart).
-        peak_memory: GB.
-        cached_tokens: tokens of the prompt that a `PromptCache` held already: they were not run.
-        finish_reason: "length", "stop" or None while it goes on.
-        stats: counts of rounds and drafts up to this token.
-    """
-
-    text: str
-    token: int
-    logprobs: mx.array
-    from_draft: bool
-    prompt_tokens: int
-    prompt_tps: float
-    generation_tokens: int
-    generation_tps: float
-    peak_memory: float
-    finish_reason: str | None = None
-    stats: Stats | None = None
-    cached_tokens: int = 0
 
 
 def stream_generate(
@@ -172,20 +139,6 @@ def generate(
     return text
 
 
-def summary(response: GenerationResponse) -> str:
-    """One line on a finished generation: tokens, acceptance length, speed of decoding and end to end, mode."""
-    stats = response.stats
-    seconds = stats.prefill_seconds + stats.decode_seconds
-    speculative = f", {stats.acceptance_length:.2f} tokens per target pass ({stats.rounds} passes)"
-    held = f" ({response.cached_tokens} of them cached)" if response.cached_tokens else ""
-    return (
-        f"{response.prompt_tokens} prompt{held} and {response.generation_tokens} generated tokens"
-        f"{speculative if stats.mode == 'speculative' else ''}, decoding {response.generation_tps:.1f} tok/s, "
-        f"end to end {response.generation_tokens / max(seconds, 1e-9):.1f} tok/s, "
-        f"peak memory {response.peak_memory:.2f} GB, {stats.mode}{f' ({stats.reason})' if stats.reason else ''}"
-    )
-
-
 def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cache, stream, options):
     from mlx_lm.generate import wired_limit
 
@@ -204,25 +157,14 @@ def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cach
         )
         if stream is not None:
             tokens = _on_stream(tokens, stream)
-        detokenizer = tokenizer.detokenizer
-        answer = ""
+        reply = Reply(tokenizer, stops, len(ids), stats, cached)
         try:
             for token in tokens:
-                finish = token.finish_reason
-                if finish != "stop":
-                    detokenizer.add_token(token.id)
-                if finish:
-                    detokenizer.finalize()
-                text = stops.feed(detokenizer.last_segment)
-                if stops.stopped:
-                    finish = "stop"
-                elif finish:
-                    text += stops.flush()
-                if finish:
+                response = reply.feed(token)
+                if response.finish_reason:
                     _warn_if_idle(stats, drafter, options["width"])
-                answer += text
-                yield _response(token, text, finish, len(ids), cached, stats)
-                if finish:
+                yield response
+                if response.finish_reason:
                     break
         finally:
             tokens.close()
@@ -230,24 +172,7 @@ def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cach
                 conversation.settle()
             close_cache(model, prompt_cache, conversation, owner)
             if reuse is not None:
-                reuse.answered(answer)
-
-
-def _response(token: Token, text: str, finish: str | None, prompt_tokens: int, cached: int, stats: Stats):
-    return GenerationResponse(
-        text=text,
-        token=token.id,
-        logprobs=token.logprobs,
-        from_draft=token.from_draft,
-        prompt_tokens=prompt_tokens,
-        prompt_tps=(prompt_tokens - cached) / max(stats.prefill_seconds, 1e-9),
-        generation_tokens=stats.generation_tokens,
-        generation_tps=stats.generation_tokens / max(stats.decode_seconds, 1e-9),
-        peak_memory=mx.get_peak_memory() / 1e9,
-        finish_reason=finish,
-        stats=stats.snapshot(),
-        cached_tokens=cached,
-    )
+                reuse.answered(reply.answer)
 
 
 def _on_stream(tokens: Iterator[Token], stream: Any) -> Iterator[Token]:
