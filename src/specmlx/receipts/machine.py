@@ -77,12 +77,13 @@ def known_bandwidth(machine: Machine | None = None) -> Bandwidth | None:
     return Bandwidth(chip.bandwidth, f"Apple's figure of {chip.name}")
 
 
-def measure_bandwidth(nbytes: int = 2**30, seconds: float = 1.0) -> Bandwidth:
+def measure_bandwidth(nbytes: int | None = None, seconds: float = 0.5) -> Bandwidth:
     """A streaming probe over arrays that no cache holds: the best of its ways by their median speeds.
 
     On a GPU mlx sums an array up and multiplies it with a vector; on a CPU one core copies with numpy, which is faster
     than any of mlx's CPU operations. Kept under the machine's name for `known_bandwidth`.
     """
+    nbytes = (2**28 if backend() == "CPU" else 2**30) if nbytes is None else nbytes
     rate = round(max(_rate(run, moved, seconds) for run, moved in _streams(nbytes)), 1)
     _keep(this_machine().key, rate)
     return Bandwidth(rate, MEASURED)
