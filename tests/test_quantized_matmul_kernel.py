@@ -121,3 +121,28 @@ def test_the_vector_form_is_the_rounded_product(name):
         x = inputs(M, K)
         y = kernels.quantized_matmul(x, *packed, **format, kernel=sim.metal_kernel, variant="V")
         assert_rounded(y, x, reference.dense(*packed, **format))
+
+
+@pytest.mark.parametrize("name", ["affine4g64", "affine8g64", "affine3", "nvfp4", "fp8"])
+@pytest.mark.parametrize("pairs", [[3], [0, 0, 2, 2, 2, 3], [0] * 8 + [1] * 17 + [3] * 5 + [4] * 16])
+def test_each_expert_in_use_is_read_once_for_16_rows_and_no_other(name, pairs):
+    sim = Simulator()
+    N, K, E = 64, whole(320, name), 5
+    packed, format = weights(name, (E, N, K))
+    used = np.isin(np.arange(E), pairs)
+    if packed[1] is not None:
+        poison = mx.array(float("nan")).astype(packed[1].dtype) if packed[2] is not None else mx.array(255, mx.uint8)
+        packed = (packed[0], mx.where(mx.array(used)[:, None, None], packed[1], poison), packed[2])
+    rows = (7 * np.arange(len(pairs)) + 2) % 11
+    x = mx.where(mx.array(np.isin(np.arange(11), rows))[:, None], inputs(11, K), mx.array(float("nan"), mx.bfloat16))
+    rows, experts = mx.array(rows, mx.uint32), mx.array(pairs, mx.int32)
+    y = kernels.gather_quantized_matmul(x, *packed, rows, experts, **format, kernel=sim.metal_kernel)
+    dense = reference.dense(*packed, **format)
+    for pair, expert in enumerate(pairs):
+        assert_rounded(y[pair : pair + 1], x[rows[pair : pair + 1]], dense[expert])
+    tiles = sum(-(-pairs.count(expert) // (16 if len(pairs) > 8 else 8)) for expert in set(pairs))
+    assert sim.last.buffers["w"].threadgroup_bytes == tiles * packed[0].nbytes // E
+    alone = kernels.quantized_matmul(
+        x[rows[-1:]], *(None if a is None else a[pairs[-1]] for a in packed), **format, kernel=sim.metal_kernel
+    )
+    assert np.array_equal(bits_of(alone)[0], bits_of(y)[-1])

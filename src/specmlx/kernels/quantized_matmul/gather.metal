@@ -1,5 +1,5 @@
 threadgroup uint shared[SHARED];
-const uint N = w_shape[1], K = x_shape[1], P = experts_shape[0], m0 = threadgroup_position_in_grid.y, n0 = 32 * threadgroup_position_in_grid.z;
+const uint N = w_shape[1], K = x_shape[1], pairs = experts_shape[0], m0 = threadgroup_position_in_grid.y, n0 = 32 * threadgroup_position_in_grid.z;
 // Pairs are sorted by expert: the threadgroup of every 8 TILES-th pair of an expert's run takes the pairs up to the next.
 const uint expert = experts[m0];
 uint before = 0, M = 1;
@@ -9,7 +9,7 @@ while (before < m0 && experts[m0 - before - 1] == expert) {
 if (before % (8 * TILES) != 0) {
   return;
 }
-while (M < 8 * TILES && m0 + M < P && experts[m0 + M] == expert) {
+while (M < 8 * TILES && m0 + M < pairs && experts[m0 + M] == expert) {
   ++M;
 }
 const uint slot = lane_map(thread_index_in_simdgroup).slot;
