@@ -146,3 +146,16 @@ def test_each_expert_in_use_is_read_once_for_16_rows_and_no_other(name, pairs):
         x[rows[-1:]], *(None if a is None else a[pairs[-1]] for a in packed), **format, kernel=sim.metal_kernel
     )
     assert np.array_equal(bits_of(alone)[0], bits_of(y)[-1])
+
+
+@pytest.mark.parametrize("name", ["affine4g64", "affine8g64", "affine5", "nvfp4"])
+def test_x_in_the_order_of_the_lanes_gives_the_same_bits(name):
+    sim = Simulator()
+    for M, K in [(1, 64), (5, 192), (9, 320), (16, 1088), (17, 576), (24, 80 if name == "nvfp4" else 96)]:
+        K = whole(K, name)
+        packed, format = weights(name, (40, K))
+        x = inputs(M, K)
+        run = {"kernel": sim.metal_kernel, **format}
+        plain, ordered = (kernels.quantized_matmul(x, *packed, **run, variant=variant) for variant in ("A", "AX"))
+        assert np.array_equal(bits_of(plain), bits_of(ordered))
+        assert_rounded(plain, x, reference.dense(*packed, **format))

@@ -19,7 +19,7 @@ for (uint m = 0; m < TILES; ++m) {
 }
 float2 y[4 * TILES];
 const size_t matrix = size_t(expert) * N, groups = K / GROUP;
-multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE>(
+multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, false>(
     y, w + matrix * (K / 16 * BITS / 2), scales + matrix * groups, biases + matrix * groups, x, x_row, N, K, n0, shared,
     simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
 merge<T, TILES>(

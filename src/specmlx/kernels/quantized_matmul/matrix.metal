@@ -59,9 +59,19 @@ METAL_FUNC void multiply_octets(
   }
 }
 
+// x for one octet of slots `lane.pair` + e of the block at k: from rows of x, or from x laid out in the order of the lanes
+// (order.metal), where the 8 rows of a tile follow each other in every block and a load covers 512 bytes.
+template <bool ORDERED, int SLOT, typename X> METAL_FUNC uint4 load_x(X x, uint row, uint k, Lane lane, uint e, uint o) {
+  if constexpr (ORDERED) {
+    return load_16_bytes(x + row + 8 * (k + 32 * (2 * o + e) + 4 * lane.slot + lane.pair / 2));
+  } else {
+    return load_16_bytes(x + row + k + (lane.pair + e) * SLOT + 8 * o);
+  }
+}
+
 // 32 rows of w [N, K] from row n0 times 8 TILES rows of x, whose elements begin at x_row; `split` simdgroups share K.
 // In which order a row's products are added follows from the format, K and split alone.
-template <typename T, int MODE, int BITS, int GROUP, int TILES, int SHARED, bool WHOLE, typename W, typename S, typename X>
+template <typename T, int MODE, int BITS, int GROUP, int TILES, int SHARED, bool WHOLE, bool ORDERED, typename W, typename S, typename X>
 METAL_FUNC void multiply_rows(
     thread float2* y, W w, S scales, S biases, X x, thread const uint* x_row, uint N, uint K, uint n0,
     threadgroup uint* shared, uint simdgroup, uint split, uint lane_index) {
@@ -109,7 +119,7 @@ METAL_FUNC void multiply_rows(
         uint4 x_octet[2 * TILES];
 #pragma clang loop unroll(full)
         for (int i = 0; i < 2 * TILES; ++i) {
-          x_octet[i] = load_16_bytes(x + x_row[i / 2] + k + (lane.pair + i % 2) * SLOT + 8 * o);
+          x_octet[i] = load_x<ORDERED, SLOT>(x, x_row[i / 2], k, lane, i % 2, o);
         }
         uint2 octets[8];
 #pragma clang loop unroll(full)
@@ -129,8 +139,13 @@ METAL_FUNC void multiply_rows(
       uint4 x_octet[2 * TILES];
 #pragma clang loop unroll(full)
       for (int i = 0; i < 2 * TILES; ++i) {
-        const uint k_x = k + 8 * (lane.pair + i % 2);
-        x_octet[i] = k_x < K ? load_16_bytes(x + x_row[i / 2] + k_x) : uint4(0);
+        if constexpr (ORDERED) {
+          x_octet[i] = load_x<true, 8>(x, x_row[i / 2], k, lane, i % 2, 0);
+        } else {
+          const uint k_x = k + 8 * (lane.pair + i % 2);  // clamped, since Apple's compiler may hoist a masked load
+          x_octet[i] = load_16_bytes(x + x_row[i / 2] + min(k_x, K - 8));
+          x_octet[i] = k_x < K ? x_octet[i] : uint4(0);
+        }
       }
       uint2 octets[8];
 #pragma clang loop unroll(full)

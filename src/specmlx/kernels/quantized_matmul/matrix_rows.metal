@@ -1,14 +1,14 @@
 threadgroup uint shared[SHARED];
-const uint N = w_shape[0], K = x_shape[1], m0 = 8 * TILES * threadgroup_position_in_grid.y, n0 = 32 * threadgroup_position_in_grid.z;
-const uint M = min(uint(x_shape[0]) - m0, uint(8 * TILES));
+const uint N = w_shape[0], K = x_shape[1], n0 = 32 * threadgroup_position_in_grid.z;
+const uint rows = x_shape[0], m0 = 8 * TILES * threadgroup_position_in_grid.y, M = min(rows - m0, uint(8 * TILES));
 const uint slot = lane_map(thread_index_in_simdgroup).slot;
 uint x_row[TILES];
 for (uint m = 0; m < TILES; ++m) {
-  x_row[m] = (m0 + min(8 * m + slot, M - 1)) * K;
+  x_row[m] = ORDERED ? min(m0 + 8 * m, (rows - 1) / 8 * 8) * ((K + 63) / 64 * 64) : (m0 + min(8 * m + slot, M - 1)) * K;
 }
 float2 y[4 * TILES];
-multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE>(
-    y, w, scales, biases, x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
+multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, ORDERED>(
+    y, w, scales, biases, ordered_x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
     thread_index_in_simdgroup);
 merge<T, TILES>(
     y, tensor_scale[0] * decoded_rest<MODE>(), out + m0 * N, M, N, n0, shared, simdgroup_index_in_threadgroup,

@@ -65,17 +65,46 @@ def _read(*names: str) -> str:
     return "\n".join(resources.files(__package__).joinpath(name).read_text() for name in names)
 
 
+_BODIES = {
+    "A": ("matrix_rows.metal", ["x", "ordered_x"]),
+    "V": ("vector_rows.metal", ["x"]),
+    "gather": ("gather.metal", ["rows", "experts", "x"]),
+}
+
+
 @lru_cache(maxsize=8)
-def _kernel(factory, variant: str, gather: bool = False):
-    header = ("decode.metal", "staging.metal", "matrix.metal", *["vector.metal"] * (variant == "V"))
-    body = "gather.metal" if gather else {"A": "matrix_rows.metal", "V": "vector_rows.metal"}[variant]
+def _kernel(factory, form: str):
+    body, inputs = _BODIES[form]
     return factory(
-        name=f"specmlx_quantized_matmul_{'gather' if gather else variant}",
-        input_names=["w", "scales", "biases", "tensor_scale", *["rows", "experts"] * gather, "x"],
+        name=f"specmlx_quantized_matmul_{form}",
+        input_names=["w", "scales", "biases", "tensor_scale", *inputs],
         output_names=["out"],
-        header=_read(*header),
+        header=_read("decode.metal", "staging.metal", "matrix.metal", *["vector.metal"] * (form == "V")),
         source=_read(body),
     )
+
+
+@lru_cache(maxsize=2)
+def _order_kernel(factory):
+    return factory(name="specmlx_order_rows", input_names=["x"], output_names=["out"], source=_read("order.metal"))
+
+
+def order_rows(x: mx.array, *, bits: int, kernel=mx.fast.metal_kernel) -> mx.array:
+    """x `[M, K]` in the order in which form A's lanes load it: for several products `quantized_matmul(..., ordered=)`.
+
+    `bits` are the weights'. M is padded to a multiple of 8 and K to one of 64.
+    """
+    M, K = x.shape
+    shape = (ceil(M / 8) * 8, ceil(K / 64) * 64)
+    [out] = _order_kernel(kernel)(
+        inputs=[x],
+        template=[("T", x.dtype), ("SLOT", block(bits) // 8)],
+        grid=(shape[0] * shape[1] // 8, 1, 1),
+        threadgroup=(256, 1, 1),
+        output_shapes=[shape],
+        output_dtypes=[x.dtype],
+    )
+    return out
 
 
 def _weights(w, scales, biases, tensor_scale) -> list[mx.array]:
@@ -97,26 +126,32 @@ def quantized_matmul(
     tensor_scale: mx.array | float | None = None,
     kernel=mx.fast.metal_kernel,
     variant: str = "A",
+    ordered: mx.array | None = None,
 ) -> mx.array:
     """x `[..., K]` times the transposed weights `[N, K]`: `[..., N]` in x's dtype, sums in float32.
 
     Arguments as `mx.quantized_matmul`, and mode "fp8" (E4M3 bytes viewed as uint32, no scales, group_size None);
     `tensor_scale` multiplies the result (nvfp4, fp8). Form "A" reads every packed word once for up to 16 rows, "V" once
-    for up to 5. A row's bits depend on the form, but neither on the other rows nor on how many there are.
+    for up to 5; "AX" is A on x in the order of `order_rows` (made here unless `ordered`), with the bits of A.
+    A row's bits depend on the form, but neither on the other rows nor on how many there are.
     Raises ValueError for what `supported` refuses.
     """
     _check(x, w, scales, group_size, bits, mode)
     rows = x.reshape(-1, x.shape[-1])
     (M, K), N = rows.shape, w.shape[0]
     simdgroups = split(K, bits)
-    if variant == "A":
+    if variant == "AX" and ordered is None:
+        ordered = order_rows(rows, bits=bits, kernel=kernel)
+    if variant != "V":
         tile, columns = (8 if M <= 8 else 16), 32
         shape = [("TILES", tile // 8), ("SHARED", shared_words(K, group_size, bits, mode))]
+        shape.append(("ORDERED", ordered is not None))
+        x_inputs = [rows, rows if ordered is None else ordered]
     else:
         tile, columns = ceil(M / ceil(M / VECTORS)), 16
-        shape = [("ROWS", tile)]
-    [out] = _kernel(kernel, variant)(
-        inputs=[*_weights(w, scales, biases, tensor_scale), rows],
+        shape, x_inputs = [("ROWS", tile)], [rows]
+    [out] = _kernel(kernel, variant[0])(
+        inputs=[*_weights(w, scales, biases, tensor_scale), *x_inputs],
         template=[*_template(x.dtype, mode, bits, group_size, K), *shape],
         grid=(32 * simdgroups, ceil(M / tile), ceil(N / columns)),
         threadgroup=(32 * simdgroups, 1, 1),
@@ -148,7 +183,7 @@ def gather_quantized_matmul(
     _check(x, w, scales, group_size, bits, mode)
     P, K, N = experts.size, x.shape[-1], w.shape[1]
     simdgroups = split(K, bits)
-    [out] = _kernel(kernel, "A", gather=True)(
+    [out] = _kernel(kernel, "gather")(
         inputs=[*_weights(w, scales, biases, tensor_scale), rows, experts, x],
         template=[
             *_template(x.dtype, mode, bits, group_size, K),

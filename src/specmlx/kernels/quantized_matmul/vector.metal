@@ -93,7 +93,8 @@ METAL_FUNC void multiply_vectors(
     uint2 octets[RUNS];
 #pragma clang loop unroll(full)
     for (int m = 0; m < ROWS; ++m) {
-      x_octet[m] = start + 8 * slot < K ? load_16_bytes(x + x_row[m] + k) : uint4(0);
+      x_octet[m] = load_16_bytes(x + x_row[m] + k);
+      x_octet[m] = start + 8 * slot < K ? x_octet[m] : uint4(0);
     }
 #pragma clang loop unroll(full)
     for (int i = 0; i < RUNS; ++i) {
