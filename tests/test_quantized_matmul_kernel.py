@@ -159,3 +159,66 @@ def test_x_in_the_order_of_the_lanes_gives_the_same_bits(name):
         plain, ordered = (kernels.quantized_matmul(x, *packed, **run, variant=variant) for variant in ("A", "AX"))
         assert np.array_equal(bits_of(plain), bits_of(ordered))
         assert_rounded(plain, x, reference.dense(*packed, **format))
+
+
+BOUNDED = [
+    "affine4g32",
+    "affine4g64",
+    "affine4g128",
+    "affine8g32",
+    "affine8g64",
+    "affine8g128",
+    "nvfp4",
+    "mxfp4",
+    "mxfp8",
+]
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_weights_and_scales_are_read_once_in_whole_lines(name):
+    sim = Simulator()
+    N, K = 256, 2048
+    packed, format = weights(name, (N, K))
+    for M in (1, 5, 8, 16, 24):
+        kernels.quantized_matmul(inputs(M, K), *packed, **format, kernel=sim.metal_kernel)
+        traffic = sim.last.buffers
+        for key in ("w", "scales", *["biases"] * (packed[2] is not None)):
+            assert traffic[key].reads == (1 if M <= 16 else 2) and traffic[key].line_use == 1, key
+        packed_bytes = sum(a.nbytes for a in packed if a is not None)
+        if M in (8, 16):
+            assert traffic["ordered_x"].simd_bytes <= M // 8 * packed_bytes
+            assert sim.last.multiply_adds <= 1.15 * M * N * K
+
+
+def test_the_other_forms_traffic_is_what_the_readme_states():
+    sim = Simulator()
+    N, K = 256, 2048
+    packed, format = weights("affine4g64", (N, K))
+    kernels.quantized_matmul(inputs(8, K), *packed, **format, kernel=sim.metal_kernel, variant="AX")
+    assert sim.last.buffers["ordered_x"].line_use == 1 and sim.last.buffers["w"].line_use == 1
+    kernels.quantized_matmul(inputs(5, K), *packed, **format, kernel=sim.metal_kernel, variant="V")
+    assert sim.last.buffers["w"].reads == 1 and sim.last.buffers["w"].line_use == 1
+    assert sim.last.multiply_adds <= 1.3 * 5 * N * K
+
+
+def test_scales_that_fill_threadgroup_memory_come_in_chunks_and_rows_need_no_alignment():
+    sim = Simulator()
+    for name, M, N, K in [
+        ("affine4g64", 3, 33, 17408),
+        ("affine8g32", 9, 5, 6400),
+        ("nvfp4", 2, 3, 17408),
+        ("nvfp4", 4, 6, 592),
+    ]:
+        packed, format = weights(name, (N, K))
+        x = inputs(M, K)
+        y = kernels.quantized_matmul(x, *packed, **format, kernel=sim.metal_kernel)
+        assert_rounded(y, x, reference.dense(*packed, **format))
+        assert sim.last.buffers["w"].reads == 1 and sim.last.buffers["scales"].reads == 1
+
+
+def test_what_has_no_kernel_is_refused_in_one_line():
+    packed, format = weights("affine4g64", (8, 64))
+    for x in (inputs(1, 64, mx.float32), inputs(1, 64, mx.float16), inputs(1, 128)):
+        assert not kernels.supported(x, *packed[:2], **format)
+        with pytest.raises(ValueError, match="no kernel for x .* use mx.quantized_matmul"):
+            kernels.quantized_matmul(x, *packed, **format)
