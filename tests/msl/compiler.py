@@ -27,7 +27,8 @@ FRONT_END = (
     "-x cl -cl-std=clc++2021 -cl-no-stdinc -cl-single-precision-constant -Xclang -ffake-address-space-map"
     " -Xclang -ffloat16-excess-precision=none -Xclang -fbfloat16-excess-precision=none -ffp-contract=on -fno-vectorize"
     " -Xclang -fnative-half-type -Xclang -fnative-half-arguments-and-returns"
-    " -fno-slp-vectorize -mllvm -disable-vector-combine -fno-builtin -mllvm -disable-loop-idiom-all -gline-tables-only -fno-discard-value-names"
+    " -fno-slp-vectorize -mllvm -disable-vector-combine"
+    " -fno-builtin -mllvm -disable-loop-idiom-all -gline-tables-only -fno-discard-value-names"
 )
 WARNINGS = "-Wno-everything -Wimplicit-float-conversion -Wimplicit-int-conversion -fno-caret-diagnostics"
 MACHINE = "--target=x86_64-unknown-linux-gnu -march=x86-64-v3 -fPIC -fvisibility=hidden"
