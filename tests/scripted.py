@@ -53,7 +53,6 @@ class TableTarget:
         return [] if kv is None else kv.keys[0, 0, : conversation.states.length, 0].tolist()
 
     def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int] = ()) -> Pass:
-        assert mx.all((rows >= 0) & (rows < V)).item(), "an embedding would read foreign memory"
         self.passes.append(rows.shape[1])
         return states.open(self._run(states, rows, tap_ids))
 
@@ -73,13 +72,15 @@ class TableTarget:
         ids = rows[:, None, :, None]
         kv = write(reserve(states.layers[0], origin.length, ids, ids), ids, ids, origin.start)
         places = mx.arange(origin.length) + 1
-        chosen = mx.cumsum(kv.keys[0, 0, : origin.length, 0] * places)[origin.start :] % _ROWS
+        positions = origin.start + mx.arange(T)
+        chosen = mx.cumsum(kv.keys[0, 0, : origin.length, 0] * places)[positions] % _ROWS
         logits = self.table[chosen]
         for index, value in self.spoilt.items():
-            if 0 <= (t := index - 1 - origin.start) < T:
-                logits[t] = value
+            logits = mx.where((positions == index - 1)[:, None], value, logits)
+        # As an embedding would read foreign memory.
+        logits = mx.where(mx.all((rows >= 0) & (rows < V)), logits, mx.nan)
         # A row's own id and position, so that a drafter can tell whose features it is shown.
-        features = mx.stack([rows, mx.broadcast_to(places[origin.start :] - 1, rows.shape)], axis=-1)
+        features = mx.stack([rows, mx.broadcast_to(positions, rows.shape)], axis=-1)
         return Pass(T, [kv], logits[None], features if tap_ids else None)
 
 
@@ -89,6 +90,15 @@ class Context:
     def __init__(self, start: int):
         self.start = start
         self.tokens: list[int] = []
+        self.before = 0
+
+    def show(self, tokens: list[int]) -> None:
+        self.before = len(self.tokens)
+        self.tokens += tokens
+
+    def settle(self, count: int) -> None:
+        assert count <= len(self.tokens) - self.before, "it was not shown so many rows"
+        del self.tokens[self.before + count :]
 
     def arrays(self) -> list[mx.array]:
         return []
@@ -133,13 +143,14 @@ class ScriptedDrafter:
         return Proposal(mx.array([drafts], dtype=mx.int32).reshape(1, -1))
 
     def observe(self, context: Context, tokens: mx.array, features: mx.array | None, count: int) -> None:
+        count = count if isinstance(count, int) else count.item()
         ids = tokens[0, :count].tolist()
         if self.tap_ids:
             first = context.start + len(context.tokens)
             assert features[0, :count].tolist() == [[token, first + t] for t, token in enumerate(ids)]
         else:
             assert features is None
-        context.tokens += ids
+        context.show(ids)
 
 
 def all_right(index: int, slot: int, right: int) -> int:
@@ -187,7 +198,8 @@ class DraftingTarget:
         return Proposal(mx.concatenate(tokens, axis=1), None if q[0] is None else mx.concatenate(q, axis=1))
 
     def observe(self, context: Context, tokens: mx.array, features: None, count: int) -> None:
-        context.tokens += tokens[0, :count].tolist()
+        count = count if isinstance(count, int) else count.item()
+        context.show(tokens[0, :count].tolist())
 
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -277,12 +277,28 @@ def test_what_the_host_learns_of_unread_counts_shortens_the_buffers_that_are_rea
     context = drafter.new_context()
     for i in range(8):
         observe(drafter, context, rows[:, i : i + 8], anchors(1))
-    assert context.groups[0].bound == 64
-    before = drafter.block_hidden(context, anchors(5))
-    context.at_most(8)
-    assert context.groups[0].bound == 8
+        assert context.groups[0].bound == i + 8
+        before = drafter.block_hidden(context, anchors(5))
+        context.settle(1)
+        assert context.groups[0].bound == i + 1
     assert close(drafter.block_hidden(context, anchors(5)), before)
     assert close(before, from_scratch(drafter, rows[:, :8], anchors(5)))
+
+
+@pytest.mark.parametrize("case", ["dflash_full", "dflash_sliding", "dspark"])
+def test_rows_of_the_last_pass_that_do_not_stay_are_forgotten(case):
+    drafter, rows = golden_drafter(case), features(400)
+    context = drafter.new_context()
+    for i in range(0, 320, 8):
+        # Shown with a count that nobody has read, and proposed from, before it is known that fewer stay.
+        observe(drafter, context, rows[:, i : i + 16], anchors(16))
+        logits(drafter, context, anchors(5))
+        context.settle(12)
+        context.settle(8)
+    alone = drafter.new_context()
+    observe(drafter, alone, rows[:, :320])
+    assert context.position.tolist() == [320]
+    assert close(logits(drafter, context, anchors(5)), logits(drafter, alone, anchors(5)), 1e-4)
 
 
 def test_nothing_is_evaluated_while_a_round_is_built():

@@ -78,10 +78,12 @@ def test_a_context_that_observe_left_half_way_is_not_used_again():
     failing = Failing(TEXT, all_right)
     run = Run().start(drafter=failing)
     run.take(8)
+    # In the round ahead of the second one, whose tokens are given all the same.
     failing.failures = 1
+    assert run.take(8) == TEXT[len(PROMPT) :][:16]
     with pytest.raises(ArithmeticError):
         run.take(1)
-    text = TEXT[: len(PROMPT) + 8] + [2]
+    text = TEXT[: len(PROMPT) + 16] + [2]
     failing.text = text = text + oracle(text, 10)
     run.start(prompt=[2], drafter=failing, max_tokens=10)
     assert run.take() == text[-10:]

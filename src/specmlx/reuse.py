@@ -7,7 +7,7 @@ from typing import Any
 from specmlx import boundaries
 from specmlx.drafters.proposal import Drafter, Fingerprinted, Packable
 from specmlx.kernels.gated_delta import GRID
-from specmlx.speculation.loop import observe
+from specmlx.speculation.drafting import observe
 from specmlx.state.conversation import Conversation, Draft
 from specmlx.state.prefix import Snapshot, restore, take
 from specmlx.state.store import CHECKPOINT, TURN, PromptCache

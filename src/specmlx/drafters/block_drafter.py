@@ -83,6 +83,7 @@ class BlockDrafter:
         n = projected.shape[1]
         if rows.window and rows.bound and rows.bound + n > 2 * (rows.window + self.config.block_size) + SLACK:
             rows.drop(rows.window - 1)
+        rows.before = (rows.length, rows.bound)
         positions = (rows.base + rows.length)[:, None] + mx.arange(n, dtype=mx.int32)
         for i in rows.layers:
             keys, values = self.model.layers[i].self_attn.keys_values(projected, positions)

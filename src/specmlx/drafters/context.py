@@ -14,7 +14,8 @@ class Rows:
     """The rows of all layers that share a window.
 
     Row j of lane b's buffers stands at the absolute position base[b] + j; rows from length[b] on are stale,
-    finite, and masked. `bound` is what the host knows of the lengths: no lane has more rows.
+    finite, and masked. `bound` is what the host knows of the lengths: no lane has more rows. `before` are length and
+    bound as they were when the newest rows were appended.
     """
 
     def __init__(self, layers: Sequence[int], window: int | None, batch: int, start: int):
@@ -23,6 +24,7 @@ class Rows:
         self.base = mx.full((batch,), start, dtype=mx.int32)
         self.length = mx.zeros((batch,), dtype=mx.int32)
         self.bound = 0
+        self.before = (self.length, self.bound)
         self.kvs: dict[int, KV | None] = dict.fromkeys(layers)
 
     def advance(self, skip: int) -> None:
@@ -58,10 +60,13 @@ class Context:
         rows = self.groups[0]
         return rows.base + rows.length
 
-    def at_most(self, observed: int) -> None:
-        """Tell what the host has learned of unread counts: no lane has observed more rows than this."""
+    def settle(self, count: int | Sequence[int]) -> None:
+        """See `drafters.proposal.Context`."""
+        added = count if isinstance(count, int) else mx.array(count, dtype=mx.int32)
+        most = count if isinstance(count, int) else max(count)
         for rows in self.groups:
-            rows.bound = min(rows.bound, observed)
+            length, bound = rows.before
+            rows.length, rows.bound = length + added, bound + most
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate for the context to stand on its own, as after a prefill step."""

@@ -1,5 +1,6 @@
 """What a drafter is, and what it hands to the verify pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -44,6 +45,12 @@ class Context(Protocol):
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate for the context to stand on its own, in another thread or many rounds on."""
+
+    def settle(self, count: int | Sequence[int]) -> None:
+        """Say how many rows (per lane, if lanes differ) of the last `observe` stay; the others are forgotten.
+
+        For a count that was unread at the time, and is known now, or has become less. May be repeated. Lazy.
+        """
 
 
 @runtime_checkable

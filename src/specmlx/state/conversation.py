@@ -23,11 +23,15 @@ class Observable(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A drafter and its context, which has the conversation's rows up to `end`."""
+    """A drafter and its context, which has the conversation's rows up to `end`.
+
+    ahead: it was shown the rows of the pass after them too, before it was known how many stay (see `Context.settle`).
+    """
 
     drafter: Any
     context: Any
     end: int
+    ahead: bool = False
 
 
 class Conversation:

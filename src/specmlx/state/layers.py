@@ -1,6 +1,6 @@
 """The states of all layers for B lanes, and the transaction that a pass over the target is."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -83,10 +83,37 @@ class LayerStates:
         self._set(layers=layers, _pass=new, _committed=False, _bound_before=self.bound)
         return new
 
+    def ahead(self, count: int | mx.array) -> "LayerStates":
+        """What a commit of `count` rows (an int, or int32 `[B]`, which is not read) of the open pass would give.
+
+        A pass that is verified from there, before the rows are committed here, is taken over by `dispatch` and, once
+        they are, by `open`. Nothing of it is in these states if it is dropped instead.
+        """
+        self._refuse_if_broken()
+        layers = [a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)]
+        states = LayerStates(layers, self.batch)
+        states.start, states.count = self.length, count
+        states.bound = self._bound_before + (count if isinstance(count, int) else self._pass.rows)
+        return states
+
+    def dispatch(self, new: Pass, *arrays: mx.array) -> Pass:
+        """Send a pass, the open one or one ahead, and `arrays` to the device, without waiting for them.
+
+        Returns the pass without its KV buffers. These states have them from here on, and nothing else must: the next
+        pass is to write in place. It wrote only beyond the rows that are in, and so did this one.
+        """
+        layers = [b if isinstance(b, KV) else a for a, b in zip(self.layers, new.layers, strict=True)]
+        self._set(layers=layers, _pass=_without_kv(self._pass))
+        self._evaluate(mx.async_eval, new.arrays(), *arrays)
+        return _without_kv(new)
+
     def evaluate(self, *arrays: mx.array) -> None:
         """Evaluate the open pass and `arrays`. Should that raise, KV rows may be half written: no further use."""
+        self._evaluate(mx.eval, self._pass.arrays(), *arrays)
+
+    def _evaluate(self, by: Callable, *arrays) -> None:
         try:
-            mx.eval(self._pass.arrays(), *arrays)
+            by(*arrays)
         except Exception as error:
             self._broken = f"an evaluation failed: {error}"
             raise
@@ -140,6 +167,10 @@ class LayerStates:
             if n < least:
                 raise ValueError(f"can't commit {n} rows: {least} are committed already")
         return (counts[0] if len(set(counts)) == 1 else mx.array(counts, dtype=mx.int32)), counts
+
+
+def _without_kv(done: Pass) -> Pass:
+    return done._replace(layers=[None if isinstance(layer, KV) else layer for layer in done.layers])
 
 
 def _arrays(layer: Layer) -> list[mx.array]:

@@ -1,0 +1,63 @@
+"""The prompt, up to its last token, which is the first anchor."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
+
+import mlx.core as mx
+
+from specmlx.drafters.proposal import Drafter, Windowed
+from specmlx.speculation.drafting import observe
+from specmlx.state.conversation import Conversation, Observable
+from specmlx.state.layers import LayerStates
+from specmlx.state.prefix import spans
+
+
+class Prefiller(Protocol):
+    """What prefill needs of a model."""
+
+    def prefill(
+        self, states: LayerStates, tokens: mx.array, tap_ids: Sequence[int], step_size: int
+    ) -> Iterator[tuple[mx.array, mx.array | None]]: ...
+
+
+def prefill(
+    target: Prefiller,
+    conversation: Conversation,
+    prompt: Sequence[int],
+    drafter: Drafter | None,
+    step_size: int,
+    marks: Collection[int] = (),
+    at_mark: Callable[[Conversation], None] | None = None,
+) -> Iterator[int]:
+    """Run everything before the prompt's last token, which becomes pending; yields how much of the prompt is in.
+
+    `at_mark` is called once the conversation has as many rows as one of `marks` says.
+    """
+    observe(conversation, drafter)
+    before = [] if conversation.pending is None else [conversation.pending]
+    ids = [*before, *prompt[:-1]]
+    start = conversation.states.length
+    window = drafter.window if isinstance(drafter, Windowed) else None
+    yield 0
+    try:
+        conversation.processed += ids
+        at = start
+        for stop, observed in spans(start, start + len(ids), marks, window):
+            watching = drafter if observed else None
+            if watching:
+                observe(conversation, drafter)
+            rows = mx.array([ids[at - start : stop - start]], dtype=mx.int32)
+            taps = watching.tap_ids if watching else ()
+            for tokens, features in target.prefill(conversation.states, rows, taps, step_size):
+                conversation.prefilled(at)
+                if watching:
+                    conversation.unobserved = Observable(tokens, features)
+                    observe(conversation, drafter)
+                    mx.eval(conversation.draft_arrays())
+                at += tokens.shape[1]
+                yield at - start - len(before)
+            if at_mark and stop in marks:
+                at_mark(conversation)
+    finally:
+        conversation.settle()
+    conversation.pending = prompt[-1]

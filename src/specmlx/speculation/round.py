@@ -1,0 +1,124 @@
+"""One round on its way through the device: issued without a look at it, then read at once."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.speculation.accept import Outcome
+from specmlx.speculation.drafting import observe, observe_ahead
+from specmlx.speculation.policy import Policy
+from specmlx.state.conversation import Conversation, Observable
+from specmlx.state.layers import LayerStates, Pass
+
+
+class Verifier(Protocol):
+    """What a round needs of a model."""
+
+    vocab_size: int
+
+    def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int]) -> Pass: ...
+
+
+@dataclass(frozen=True)
+class Round:
+    """A proposal and what the target says to it, on the device.
+
+    proposal: of γ tokens. verified: the pass over its T = γ + 1 rows. outcome: what is kept.
+    observable: the rows and their taps. logprobs: `[B, T, V]`.
+    report: `[B, 2 + γ + T]` int32, all that the host reads: accepted, next anchor, the proposal, which rows are bad.
+    """
+
+    proposal: Proposal
+    verified: Pass
+    outcome: Outcome
+    observable: Observable
+    logprobs: mx.array
+    report: mx.array
+
+    @property
+    def width(self) -> int:
+        return self.proposal.tokens.shape[1]
+
+    @property
+    def count(self) -> int | mx.array:
+        """Rows that enter the state: 1 where there was no proposal, else `[B]` int32, not read."""
+        return self.outcome.accepted + 1 if self.width else 1
+
+    def read(self, states: LayerStates, vocab_size: int) -> tuple[list[int], int, list[int]]:
+        """Wait for the round: its tokens, how many of them were drafted, and which rows are NaN or infinite.
+
+        Raises ValueError for a proposal outside the vocabulary.
+        """
+        states.evaluate(self.report)
+        accepted, next_anchor, *rest = self.report[0].tolist()
+        drafted = rest[: self.width]
+        if outside := [token for token in drafted if not 0 <= token < vocab_size]:
+            raise ValueError(f"the drafter proposed token {outside[0]}: the vocabulary has {vocab_size}")
+        return [*drafted[:accepted], next_anchor], accepted, rest[self.width :]
+
+
+def issue(
+    target: Verifier,
+    conversation: Conversation,
+    policy: Policy,
+    drafter: Drafter | None,
+    width: int,
+    history: list[int],
+    stop_tokens: Collection[int] = (),
+    after: Round | None = None,
+) -> Round:
+    """Build a round and send it to the device.
+
+    history: the ids up to the anchor. after: the round before, of which nothing was read; history ends before it.
+    Unless it is dropped, the new round's `verified` is opened once the rows of the one before are committed.
+    """
+    states, position = conversation.states, len(conversation.processed) + 1
+    if after is None:
+        observe(conversation, drafter)
+        anchor = mx.array([conversation.pending], dtype=mx.int32)
+    else:
+        if drafter:
+            observe_ahead(conversation, after.observable, after.count)
+        states, position, anchor = states.ahead(after.count), position + after.count, after.outcome.next_anchor
+    if policy.processors:
+        history = history if after is None else _extended(history, after)
+    round_policy = policy.at(position, history if policy.processors else None)
+    proposal = Proposal(mx.zeros((1, 0), dtype=mx.int32))
+    if width:
+        proposal = drafter.propose(conversation.draft.context, anchor, width, round_policy)
+        if policy.sequential:
+            proposal = _until_stop(proposal, stop_tokens)
+    # Clipped so that a bad id can't read foreign memory before it is refused.
+    drafts = mx.clip(proposal.tokens, 0, target.vocab_size - 1)
+    rows = mx.concatenate([anchor[:, None], drafts], axis=1)
+    verified = target.verify(states, rows, drafter.tap_ids if drafter else ())
+    outcome, logprobs = round_policy.accept(proposal.tokens, proposal.q, verified.logits)
+    bad = mx.any(mx.isnan(verified.logits) | (verified.logits == mx.inf), axis=-1)
+    heads = (outcome.accepted[:, None], outcome.next_anchor[:, None])
+    report = mx.concatenate([*heads, proposal.tokens, bad.astype(mx.int32)], axis=1)
+    outputs = [report, outcome.accepted, outcome.next_anchor, logprobs, *conversation.draft_arrays()]
+    observable = Observable(rows, verified.features)
+    verified = conversation.states.dispatch(verified, *outputs)
+    return Round(proposal, verified, outcome, observable, logprobs, report)
+
+
+def _extended(history: list[int], after: Round) -> mx.array:
+    """`[B, N + T]` the history and what a round delivers, whose number is unread: padded on the left with -1."""
+    T = after.width + 1
+    anchor, accepted = after.outcome.next_anchor[:, None], after.outcome.accepted[:, None]
+    drafted = mx.concatenate([after.proposal.tokens, anchor], axis=1)
+    given = mx.where(mx.arange(T) == accepted, anchor, drafted)
+    B = given.shape[0]
+    known = mx.broadcast_to(mx.array([-1] * T + history, dtype=mx.int32), (B, T + len(history)))
+    at = accepted + 1 + mx.arange(len(history) + T)
+    return mx.take_along_axis(mx.concatenate([known, given], axis=1), at, axis=1)
+
+
+def _until_stop(proposal: Proposal, stop_tokens: Collection[int]) -> Proposal:
+    """The proposal up to a stop token: callables of the user's see no row behind one, as in plain decoding."""
+    drafted = proposal.tokens[0].tolist()
+    keep = next((i for i, token in enumerate(drafted) if token in stop_tokens), len(drafted))
+    return Proposal(proposal.tokens[:, :keep])
