@@ -268,3 +268,18 @@ def test_the_divisor_trap_shows_itself_by_the_size_of_the_weights():
     ):
         with pytest.raises(ValueError, match=r"w: its largest weight would be 7\.4e\+06"):
             placed(parts, nn.Linear(16, 1, bias=False))
+
+
+GOLDENS = Path(__file__).parent / "goldens" / "scaled"
+
+
+@pytest.mark.parametrize("name", ["nvfp4-pack-quantized", "float-quantized", "float-quantized-block", "fp8"])
+def test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers(name):
+    expected = mx.load(str(GOLDENS / name / "expected.safetensors"))
+    model, _ = load_target(GOLDENS / name, dtype=mx.float32)
+    packed = {type(module).__name__ for _, module in model.named_modules() if "scales" in module}
+    # A matrix of one block has one scale.
+    assert packed == {"ScaledLinear"} | ({"BlockScaledLinear"} if name in ("float-quantized-block", "fp8") else set())
+    logits = model.verify(model.new_states(), expected["tokens"][None]).logits[0]
+    assert mx.allclose(logits, expected["logits"], rtol=0, atol=1e-3).item()
+    assert mx.array_equal(logits.argmax(-1), expected["logits"].argmax(-1)).item()
