@@ -155,6 +155,20 @@ def test_a_proposal_that_is_dropped_leaves_no_trace():
     assert mx.array_equal(shown(drafter, context, 3, [1, 2]), clean).item()
 
 
+@pytest.mark.parametrize("stay", [0, 1, 3, 5])
+def test_rows_that_were_shown_ahead_and_do_not_stay_are_forgotten(stay):
+    drafter, ids = pair(), tokens(5, 12)
+    _, features = drafter.target.features(ids, drafter.tap_ids)
+    context = observed(drafter, ids[:, :7])
+    drafter.observe(context, ids[:, 7:], features[:, 7:], mx.array([5]))
+    shown(drafter, context, 9, [5, 6, 7, 8])
+    for count in (5, stay):
+        context.settle(count)
+    assert (context.bound, context.length.item()) == (7 + stay, 7 + stay)
+    alone = observed(drafter, ids[:, : 7 + stay])
+    assert mx.allclose(shown(drafter, context, 3, [1, 2]), shown(drafter, alone, 3, [1, 2]), atol=2e-5).item()
+
+
 def test_a_packed_context_proposes_as_the_one_that_it_was_taken_from():
     drafter, ids = pair(), mx.concatenate([tokens(5, 12), tokens(6, 12)])
     context = observed(drafter, ids)

@@ -1,5 +1,6 @@
 """The native multi-token prediction head of Qwen3.5 and later: one more layer, which reads the target's last rows."""
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -61,13 +62,29 @@ class MTPContext:
         self.hidden = mx.zeros((batch, width), dtype=dtype)
         self.length = mx.zeros((batch,), dtype=mx.int32)
         self.bound = 0
+        # Of the last observation: length and bound before it, and the target's rows from the one before it on.
+        self.newest = (self.length, 0, self.hidden[:, None])
 
-    def at_most(self, observed: int) -> None:
-        """Tell what the host has learned of unread counts: no lane has observed more rows than this."""
-        self.bound = min(self.bound, observed)
+    def take(self, rows: mx.array) -> None:
+        """Keep the target's rows `[B, n, D]` of an observation that begins."""
+        self.newest = (self.length, self.bound, mx.concatenate([self.hidden[:, None], rows], axis=1))
+
+    def end(self, count: int | mx.array, most: int) -> None:
+        """The observation had `count` rows, no more than `most` in any lane."""
+        length, bound, hidden = self.newest
+        last = mx.broadcast_to(mx.array(count, dtype=mx.int32), (len(hidden),))[:, None, None]
+        self.hidden = mx.take_along_axis(hidden, last, axis=1)[:, 0]
+        self.length, self.bound = length + count, bound + most
+
+    def settle(self, count: int | Sequence[int]) -> None:
+        """See `drafters.proposal.Context`."""
+        if isinstance(count, int):
+            self.end(count, count)
+        else:
+            self.end(mx.array(count, dtype=mx.int32), max(count))
 
     def arrays(self) -> list[mx.array]:
-        return [self.hidden, self.length, *(self.kv or ())]
+        return [self.hidden, self.length, self.newest[2], *(self.kv or ())]
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
         """See `Packable`."""
@@ -123,16 +140,13 @@ class MTP:
         if n == 0:
             return
         hidden = self.target.model.norm(features).astype(context.hidden.dtype)
-        before = mx.concatenate([context.hidden[:, None], hidden], axis=1)
+        context.take(hidden)
         layer = self.model.layers[0]
-        x = layer.input_layernorm(self.model.rows(self._embed(tokens), before[:, :-1]))
+        x = layer.input_layernorm(self.model.rows(self._embed(tokens), context.newest[2][:, :-1]))
         keys, values = layer.self_attn.keys_values(x, context.length)
         kv = reserve(context.kv, context.bound + n, keys, values)
         context.kv = write(kv, keys, values, context.length)
-        last = mx.broadcast_to(mx.array(count, dtype=mx.int32), (B,))[:, None, None]
-        context.hidden = mx.take_along_axis(before, last, axis=1)[:, 0]
-        context.length = context.length + count
-        context.bound += n
+        context.end(count, n)
 
     def propose(self, context: MTPContext, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
         """See `Drafter.propose`. Raises ValueError for a width outside 0..max_width."""

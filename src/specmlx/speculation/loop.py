@@ -81,13 +81,15 @@ def generate_tokens(
     stats.prefill_seconds += now - clock
     clock = now
 
+    looks_ahead = lookahead and conversation.states.looks_ahead and not policy.sequential
+
     def left(given: int) -> int:
         """The width of a round behind so many tokens."""
         return width if max_tokens < 0 else min(width, max_tokens - given - 1)
 
     def following(round: Round) -> Round | Exception | None:
         """The next round, if it is known before this one is read. What it raises has to wait for this one's tokens."""
-        if not lookahead or policy.sequential or left(stats.generation_tokens + round.width + 1) != width:
+        if not looks_ahead or left(stats.generation_tokens + round.width + 1) != width:
             return None
         try:
             return issue(target, conversation, policy, drafter, width, history, after=round)

@@ -1,10 +1,12 @@
 """mlx-lm's own caches as the states of one conversation, with the same transaction as ours."""
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
+from specmlx.state.layers import Pass
 from specmlx.state.window import WindowCache
 
 # Accepted rows that may run again in front of the next pass; where there are more, they take a pass of their own.
@@ -19,6 +21,8 @@ class CacheStates:
     """
 
     batch = 1
+    # mlx-lm's caches are written as a pass is built, so none can be built ahead.
+    looks_ahead = False
 
     def __init__(self, caches: list, length: int = 0):
         self.caches = [_own(cache) for cache in caches]
@@ -95,10 +99,18 @@ class CacheStates:
         self._ran, self.count, self._open = self._ids.shape[1], 0, True
         return self._ids
 
+    def dispatch(self, new: Pass, *arrays: Any) -> Pass:
+        """Send the open pass and `arrays` to the device, without waiting for them."""
+        self._evaluate(mx.async_eval, *arrays)
+        return new
+
     def evaluate(self, *arrays: Any) -> None:
         """Evaluate the caches, the open pass's `outputs` and `arrays`. Should that raise, no further use."""
+        self._evaluate(mx.eval, *arrays)
+
+    def _evaluate(self, by: Callable, *arrays: Any) -> None:
         try:
-            mx.eval([_arrays(leaf) for leaf in self._leaves], self.outputs, *arrays)
+            by([_arrays(leaf) for leaf in self._leaves], self.outputs, *arrays)
         except Exception as error:
             self._broken = f"an evaluation failed: {error}"
             raise

@@ -43,7 +43,10 @@ class LayerStates:
     `start` rows were in before the last committed pass and `count` of its rows are in too: ints while all lanes
     agree and the host knows them, else int32 `[B]` on the device. Recurrent layers are installed by the first commit.
     KV buffers are replaced when a pass opens, since it writes only beyond the rows that are in.
+    looks_ahead: whether a pass may be verified before the one before it is committed.
     """
+
+    looks_ahead = True
 
     def __init__(self, layers: list[Layer], batch: int = 1):
         self.layers = layers
