@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from msl import Simulator
 
-from specmlx.kernels.attention import metal, reference
+from specmlx.kernels.attention import attention, metal, reference
 from specmlx.kernels.attention.metal import Chunks
 from specmlx.kernels.attention.reference import Stored
 
@@ -123,3 +123,17 @@ def test_each_key_and_value_is_read_once_for_all_rows_and_heads(T, kind):
     chunks, _ = SIMULATOR.reports[-2:]
     assert chunks.buffers["keys"].loads_bytes == keys.data.nbytes
     assert chunks.buffers["values"].loads_bytes == values.data.nbytes
+
+
+@pytest.mark.parametrize("start, T", [(70, 4), (mx.array([70, 9]), 4), (0, 18)])
+def test_the_operator_gives_what_stock_mlx_gives(start, T):
+    B, D, capacity = 2, 64, 96
+    q = normal(B, 4, T, D, seed=3)
+    keys, values = (Stored(normal(B, 2, capacity, D, seed=seed)) for seed in (1, 2))
+    length = 74 if T == 4 else T
+    mask = reference.seen(mx.broadcast_to(mx.array(start), (B,)), T, length)[:, None]
+    args = (q, keys, values, start, length, D**-0.5, mask)
+    launches = len(SIMULATOR.reports)
+    got = attention(*args, factory=SIMULATOR.metal_kernel)
+    assert (len(SIMULATOR.reports) > launches) == (T <= 17)
+    np.testing.assert_allclose(np.array(got), np.array(attention(*args)), rtol=0, atol=3e-6)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
+from specmlx.kernels.attention import Stored, attention
 from specmlx.state.kv import KV, reserve, write
 from specmlx.targets.config import HybridConfig
 
@@ -46,7 +47,8 @@ class Attention(nn.Module):
         k, v = self.keys_values(x, start)
         if length:
             kv = write(reserve(kv, length, k, v), k, v, start)
-            k, v = kv.keys[:, :, :length], kv.values[:, :, :length]
+            o = attention(q, Stored(kv.keys), Stored(kv.values), start, length, self.scale, mask)
+            return self.output(o, gate), kv
         return self.attend(q, gate, k, v, mask), kv
 
     def queries(self, x: mx.array, start: int | mx.array) -> tuple[mx.array, mx.array]:
@@ -64,6 +66,9 @@ class Attention(nn.Module):
 
     def attend(self, q: mx.array, gate: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> mx.array:
         """Gated and projected output `[B, T, D]`."""
-        o = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask)
+        return self.output(mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask), gate)
+
+    def output(self, o: mx.array, gate: mx.array) -> mx.array:
+        """Heads' outputs `[B, H, T, head_dim]`, gated and projected: `[B, T, D]`."""
         o = o.transpose(0, 2, 1, 3).reshape(gate.shape)
         return self.o_proj(o * mx.sigmoid(gate))

@@ -27,6 +27,10 @@ class Stored(NamedTuple):
         """Elements that share a scale; the whole head where nothing is quantized."""
         return self.dims // self.scales.shape[-1] if self.scales is not None else self.dims
 
+    def first(self, length: int) -> "Stored":
+        """The buffer's first `length` rows."""
+        return Stored(*(None if x is None else x[:, :, :length] for x in self[:3]), self.bits)
+
 
 def dequantized(x: Stored) -> mx.array:
     """What is stored, `[B, Hkv, capacity, D]` float32."""
