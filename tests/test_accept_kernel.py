@@ -4,7 +4,8 @@ import mlx.core as mx
 import pytest
 from msl import Simulator
 
-from specmlx.kernels.accept import metal, reference
+from specmlx.kernels import accept
+from specmlx.kernels.accept import reference
 
 SIMULATOR = Simulator()
 FACTORY = SIMULATOR.metal_kernel
@@ -39,7 +40,7 @@ def test_greedy_and_coupled_keep_what_equals_the_targets_own_tokens(width, vocab
     # What lies behind the first refused token never matters.
     late = mx.arange(width + 1) > mx.array(agree)[:, None]
     scores = mx.where(late[..., None], mx.nan, scores).astype(mx.bfloat16)
-    assert_same(metal.match(tokens, scores, noise, factory=FACTORY), want)
+    assert_same(accept.match_best(tokens, scores, noise, factory=FACTORY), want)
 
 
 @pytest.mark.parametrize("width, vocab", [(0, 40), (1, 8), (7, 1001), (16, 20000)])
@@ -56,7 +57,7 @@ def test_rejection_keeps_and_draws_as_the_rule_reads(width, vocab, sampled):
     want = reference.rejection(tokens, given, p, u, noise)
     late = mx.arange(width + 1) > want[0][:, None]
     p = mx.where(late[..., None], mx.nan, p)
-    assert_same(metal.rejection(tokens, given, p, u, noise, factory=FACTORY), want)
+    assert_same(accept.rejection(tokens, given, p, u, noise, factory=FACTORY), want)
 
 
 def test_a_refused_row_without_residual_is_drawn_from_p():
@@ -64,7 +65,7 @@ def test_a_refused_row_without_residual_is_drawn_from_p():
     tokens, u, noise = mx.array([[3]]), mx.array([[1.0]]), mx.zeros((1, 40))
     want = reference.rejection(tokens, p[:, :1], p, u, noise)
     assert want[0].item() == 0 and want[1].item() == mx.argmax(p[0, 0]).item()
-    assert_same(metal.rejection(tokens, p[:, :1], p, u, noise, factory=FACTORY), want)
+    assert_same(accept.rejection(tokens, p[:, :1], p, u, noise, factory=FACTORY), want)
 
 
 def test_ids_outside_the_vocabulary_read_nothing_outside():
@@ -72,10 +73,10 @@ def test_ids_outside_the_vocabulary_read_nothing_outside():
     u, noise = mx.array([[0.0, 0.0]]), mx.zeros((1, 40))
     for tokens in ([[40, 2]], [[-1, 2]]):
         want = reference.rejection(mx.array(tokens), None, p, u, noise)
-        assert_same(metal.rejection(mx.array(tokens), None, p, u, noise, factory=FACTORY), want)
+        assert_same(accept.rejection(mx.array(tokens), None, p, u, noise, factory=FACTORY), want)
 
 
 def test_scores_are_read_once():
     scores = normal(2, 4, 20000).astype(mx.bfloat16)
-    metal.match(mx.zeros((2, 3), dtype=mx.int32), scores, factory=FACTORY)
+    accept.match_best(mx.zeros((2, 3), dtype=mx.int32), scores, factory=FACTORY)
     assert SIMULATOR.reports[-2].buffers["scores"].loads_bytes == scores.nbytes

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from specmlx.kernels import accept
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -25,8 +27,18 @@ def accept_match(tokens: mx.array, target_tokens: mx.array) -> Outcome:
         tokens: proposal, [B, γ] int.
         target_tokens: the target's token of every row, [B, γ + 1] int; row t was drawn after tokens[:, :t].
     """
-    accepted = _leading(tokens.astype(mx.int32) == target_tokens[:, :-1].astype(mx.int32))
-    return Outcome(accepted, _pick(target_tokens, accepted).astype(mx.int32))
+    return Outcome(*accept.match(tokens, target_tokens))
+
+
+def accept_best(tokens: mx.array, scores: mx.array, noise: mx.array | None = None) -> Outcome:
+    """`accept_match` where the target's token of a row is the best one, by a kernel where there is one.
+
+    Args:
+        tokens: proposal, [B, γ] int.
+        scores: of every token in every row, [B, γ + 1, V].
+        noise: added to the scores, [B, γ + 1, V] float32, or None.
+    """
+    return Outcome(*accept.match_best(tokens, scores, noise))
 
 
 def accept_rejection(
@@ -45,35 +57,4 @@ def accept_rejection(
         u: uniform in [0, 1), [B, γ] float32.
         residual_noise: Gumbel noise for the one draw of the round, [B, V] float32.
     """
-    width, vocab = tokens.shape[1], p.shape[-1]
-    # Clipped for the gather only: an index outside reads foreign memory before the caller can refuse it.
-    ids = mx.clip(tokens.astype(mx.int32), 0, vocab - 1)
-    p_token = mx.take_along_axis(p[:, :-1], ids[..., None], axis=-1)[..., 0]
-    if q is None:
-        q_token = mx.ones_like(p_token)
-    else:
-        q_token = mx.take_along_axis(q, ids[..., None], axis=-1)[..., 0]
-    accepted = _leading(u * q_token < p_token)
-
-    p_row = _pick(p, accepted)
-    if width == 0:
-        weights = p_row
-    else:
-        last = mx.minimum(accepted, width - 1)
-        q_row = mx.arange(vocab) == _pick(ids, last)[:, None] if q is None else _pick(q, last)
-        residual = mx.maximum(p_row - q_row, 0)
-        # p = q up to rounding leaves no residual; a rejection there has probability ~0 and p is the limit.
-        usable = (accepted < width) & (residual.sum(axis=-1) > 0)
-        weights = mx.where(usable[:, None], residual, p_row)
-    next_anchor = mx.argmax(mx.log(weights) + residual_noise, axis=-1)
-    return Outcome(accepted, next_anchor.astype(mx.int32))
-
-
-def _leading(kept: mx.array) -> mx.array:
-    """Number of leading true entries, [B, γ] bool -> [B] int32."""
-    return mx.cumprod(kept.astype(mx.int32), axis=1).sum(axis=1).astype(mx.int32)
-
-
-def _pick(rows: mx.array, index: mx.array) -> mx.array:
-    """Row index[b] of lane b, [B, T, ...] -> [B, ...]; the other rows are not touched."""
-    return rows[mx.arange(rows.shape[0]), index]
+    return Outcome(*accept.rejection(tokens, q, p, u, residual_noise))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from specmlx.speculation import foreign
-from specmlx.speculation.accept import Outcome, accept_match, accept_rejection
+from specmlx.speculation.accept import Outcome, accept_best, accept_rejection
 from specmlx.speculation.noise import Noise
 from specmlx.speculation.processors import Processor, Tokens
 from specmlx.speculation.sampling import Sampler
@@ -84,10 +84,14 @@ class Policy:
 
     def draw(self, logprobs: mx.array, indices: mx.array) -> mx.array:
         """The target's own tokens by the greedy or the coupled rule, [B, T, V] -> [B, T] int32."""
-        if self.rule == "coupled":
-            log_p = self.log_probs(logprobs, indices)
-            logprobs = log_p + self.noise.gumbel("token", indices, logprobs.shape[-1])
-        return mx.argmax(logprobs, axis=-1).astype(mx.int32)
+        scores, noise = self.scores(logprobs, indices)
+        return mx.argmax(scores if noise is None else scores + noise, axis=-1).astype(mx.int32)
+
+    def scores(self, logprobs: mx.array, indices: mx.array) -> tuple[mx.array, mx.array | None]:
+        """What `draw` takes the best of, [B, T, V], and the noise that it adds, [B, T, V] float32 or None."""
+        if self.rule != "coupled":
+            return logprobs, None
+        return self.log_probs(logprobs, indices), self.noise.gumbel("token", indices, logprobs.shape[-1])
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class RoundPolicy:
             return foreign.accept_rows(tokens, logits, history, processors, self._draw_row(indices))
         logprobs = normalise(logits)
         if policy.rule != "rejection":
-            return accept_match(tokens, policy.draw(logprobs, indices)), logprobs
+            return accept_best(tokens, *policy.scores(logprobs, indices)), logprobs
         p = mx.exp(policy.log_probs(logprobs, indices))
         u = policy.noise.uniform("accept", indices[:, :-1])
         # One draw a round: it is keyed by the round's first index, which no other round has.
