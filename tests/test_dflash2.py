@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from drafter_kit import HIDDEN, VOCAB, Greedy, golden_drafter
 
-from specmlx.drafters.selector import best_path
+from specmlx.kernels.draft_head import best_path
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
 

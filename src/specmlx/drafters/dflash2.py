@@ -8,7 +8,7 @@ from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.context import Context
 from specmlx.drafters.convolution import ConvLayer
 from specmlx.drafters.proposal import DraftPolicy, Proposal
-from specmlx.drafters.selector import CandidateSelector, best_path
+from specmlx.drafters.selector import CandidateSelector
 
 
 class DFlash2Trunk(BlockTrunk):
@@ -37,10 +37,8 @@ class DFlash2(BlockDrafter):
         hidden = self.slots_hidden(context, anchor, width)
         logits = self.logits(hidden)
         unary, ids = selector.candidates(logits)
-        first = mx.broadcast_to(anchor.astype(mx.int32)[:, None, None], ids[:, :1].shape)
         if policy.greedy:
-            tables = selector.scores(hidden, unary, ids, mx.concatenate([first, ids[:, :-1]], axis=1))
-            return Proposal(mx.take_along_axis(ids, best_path(tables)[..., None], axis=-1)[..., 0])
+            return Proposal(selector.path(hidden, unary, ids, anchor))
         previous, tokens, qs = anchor.astype(mx.int32)[:, None], [], []
         for slot in range(width):
             at = slice(slot, slot + 1)

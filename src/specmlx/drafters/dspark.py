@@ -8,6 +8,7 @@ from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.context import Context
 from specmlx.drafters.proposal import DraftPolicy, Proposal
+from specmlx.kernels.draft_head import chain
 
 
 class MarkovHead(nn.Module):
@@ -59,6 +60,11 @@ class DSpark(BlockDrafter):
             return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
         hidden = self.slots_hidden(context, anchor, width)
         base = self.logits(hidden)
+        w1, w2 = self.model.markov_head.markov_w1, self.model.markov_head.markov_w2
+        # Quantized weights have no rows that could be taken as they are.
+        if policy.greedy and type(w1) is nn.Embedding and type(w2) is nn.Linear:
+            tokens, _ = chain(base, w1.weight, w2.weight, anchor)
+            return self._proposal(hidden, anchor, tokens, None)
         previous, tokens, qs = anchor.astype(mx.int32), [], []
         for slot in range(width):
             logits = base[:, slot : slot + 1] + self.model.markov_head(previous[:, None])
@@ -66,12 +72,12 @@ class DSpark(BlockDrafter):
             previous = token[:, 0]
             tokens.append(token)
             qs.append(q)
-        proposed = mx.concatenate(tokens, axis=1)
-        return Proposal(
-            proposed,
-            None if qs[0] is None else mx.concatenate(qs, axis=1),
-            self._confidence(hidden, mx.concatenate([anchor[:, None].astype(mx.int32), proposed[:, :-1]], axis=1)),
-        )
+        q = None if qs[0] is None else mx.concatenate(qs, axis=1)
+        return self._proposal(hidden, anchor, mx.concatenate(tokens, axis=1), q)
+
+    def _proposal(self, hidden: mx.array, anchor: mx.array, tokens: mx.array, q: mx.array | None) -> Proposal:
+        previous = mx.concatenate([anchor[:, None].astype(mx.int32), tokens[:, :-1]], axis=1)
+        return Proposal(tokens, q, self._confidence(hidden, previous))
 
     def _confidence(self, hidden: mx.array, previous: mx.array) -> mx.array | None:
         if not self.config.enable_confidence_head:

@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.drafters.config import DrafterConfig
+from specmlx.kernels.draft_head import path, top_k
 
 
 class CandidateSelector(nn.Module):
@@ -19,8 +20,7 @@ class CandidateSelector(nn.Module):
 
     def candidates(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """The `top_k` largest logits `[..., K]` float32 of `[..., V]`, and their ids `[..., K]` int32."""
-        ids = mx.argpartition(mx.stop_gradient(-logits), kth=self.top_k - 1, axis=-1)[..., : self.top_k]
-        ids = mx.stop_gradient(ids.astype(mx.int32))
+        ids = mx.stop_gradient(top_k(mx.stop_gradient(logits), self.top_k)[1])
         return mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32), ids
 
     def scores(self, hidden: mx.array, unary: mx.array, ids: mx.array, previous: mx.array) -> mx.array:
@@ -32,22 +32,7 @@ class CandidateSelector(nn.Module):
         before = self.predecessor_codebook[previous].astype(mx.float32) * z
         return unary[..., None, :] + before @ self.successor_codebook[ids].astype(mx.float32).swapaxes(-1, -2)
 
-
-def best_path(tables: mx.array) -> mx.array:
-    """The path `[B, S]` (indices of candidates) of the greatest expected number of accepted tokens.
-
-    tables: scores `[B, S, K, K]` of slot t's candidate (last axis) after slot t - 1's; of slot 0 the first row counts.
-    With p_t(b | a) = softmax(S_t(. | a))(b), a path is expected to keep p_1 (1 + p_2 (1 + ...)) tokens: the best rest
-    after a is W_t(a) = max over b of p_t(b | a) (1 + W_{t+1}(b)), and one pass from the last slot finds it exactly.
-    """
-    B, S, K, _ = tables.shape
-    p = mx.softmax(tables, axis=-1, precise=True)
-    rest, choices = mx.zeros((B, K)), []
-    for t in reversed(range(S)):
-        kept = p[:, t] * (1 + rest[:, None])
-        choices.append(mx.argmax(kept, axis=-1))
-        rest = kept.max(axis=-1)
-    path = [choices.pop()[:, :1]]
-    while choices:
-        path.append(mx.take_along_axis(choices.pop(), path[-1], axis=1))
-    return mx.concatenate(path, axis=1)
+    def path(self, hidden: mx.array, unary: mx.array, ids: mx.array, anchor: mx.array) -> mx.array:
+        """The tokens `[B, S]` of the path through the slots' candidates that is expected to keep most of its tokens."""
+        z = self.hidden_projection(hidden)
+        return path(unary, ids, self.predecessor_codebook, self.successor_codebook, anchor, z)

@@ -19,8 +19,13 @@ def supports_chain(logits: mx.array, w1: mx.array, w2: mx.array) -> bool:
     return dense and w1.shape[-1] % 64 == 0 and w1.shape[-1] <= 512 and logits.shape[0] <= 4
 
 
+def supports_top_k(logits: mx.array, k: int) -> bool:
+    """Whether `top_k` takes these."""
+    return 1 <= k <= 32 <= logits.shape[-1]
+
+
 def top_k(logits: mx.array, k: int, factory: Callable = mx.fast.metal_kernel) -> tuple[mx.array, mx.array]:
-    """As `reference.top_k`, for k up to 32 and a vocabulary of at least 32."""
+    """As `reference.top_k`."""
     *lead, V = logits.shape
     rows = logits.size // V
     segments = -(-V // _SEGMENT)
@@ -91,6 +96,12 @@ def chain(
     return mx.stack([*tokens[1:], *last], axis=1), mx.stack(biased, axis=1) if keep_logits else None
 
 
+def supports_candidates(ids: mx.array) -> bool:
+    """Whether `walk` and `path` take candidates `[B, S, K]`: the scores of all their pairs fit in 32 KB."""
+    _, S, K = ids.shape
+    return 1 <= K <= 32 and 4 * S * K * (K + 1) + 4 * K <= 32768
+
+
 def walk(
     unary: mx.array,
     ids: mx.array,
@@ -102,9 +113,8 @@ def walk(
     scale: float = 1.0,
     factory: Callable = mx.fast.metal_kernel,
 ) -> tuple[mx.array, mx.array]:
-    """As `reference.walk`, for up to 32 candidates: all slots in one launch."""
+    """As `reference.walk`: all slots in one launch."""
     B, S, K = ids.shape
-    V, R = before.shape
     return tuple(
         _kernel("walk", factory)(
             inputs=[
@@ -117,20 +127,40 @@ def walk(
                 unary if noise is None else noise,
                 mx.array(scale, dtype=mx.float32),
             ],
-            template=[
-                ("S", S),
-                ("K", K),
-                ("V", V),
-                ("R", R),
-                ("HAS_Z", z is not None),
-                ("NOISY", noise is not None),
-            ],
+            template=[*_candidates(ids, before, z), ("NOISY", noise is not None)],
             grid=(32 * K, B, 1),
             threadgroup=(32 * K, 1, 1),
             output_shapes=[(B, S), (B, S, K)],
             output_dtypes=[mx.int32, mx.float32],
         )
     )
+
+
+def path(
+    unary: mx.array,
+    ids: mx.array,
+    before: mx.array,
+    after: mx.array,
+    anchor: mx.array,
+    z: mx.array | None = None,
+    factory: Callable = mx.fast.metal_kernel,
+) -> mx.array:
+    """As `reference.path`: the scores of all pairs and the search in one launch."""
+    B, S, K = ids.shape
+    return _kernel("path", factory)(
+        inputs=[unary, ids, before, after, anchor.astype(mx.int32), unary if z is None else z],
+        template=_candidates(ids, before, z),
+        grid=(32 * K, B, 1),
+        threadgroup=(32 * K, 1, 1),
+        output_shapes=[(B, S)],
+        output_dtypes=[mx.int32],
+    )[0]
+
+
+def _candidates(ids: mx.array, before: mx.array, z: mx.array | None) -> list:
+    _, S, K = ids.shape
+    V, R = before.shape
+    return [("S", S), ("K", K), ("V", V), ("R", R), ("HAS_Z", z is not None)]
 
 
 _CHAIN = ["logits", "w1", "w2", "before_values", "before_ids", "noise", "scale", "slot"]
@@ -141,6 +171,7 @@ _ARGUMENTS = {
     "chain_logits": (_CHAIN, ["values", "ids", "previous_tokens", "biased"]),
     "last": (["values", "ids"], ["token"]),
     "walk": (["unary", "ids", "before", "after", "anchor", "z", "noise", "scale"], ["tokens", "scores"]),
+    "path": (["unary", "ids", "before", "after", "anchor", "z"], ["tokens"]),
 }
 _HEADERS = {"top_k": "candidates", "merge": "candidates", "chain": "chosen", "chain_logits": "chosen", "last": "chosen"}
 

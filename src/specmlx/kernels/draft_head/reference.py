@@ -56,3 +56,34 @@ def walk(
         previous = mx.take_along_axis(ids[:, s], choice, axis=-1)[:, 0]
         tokens.append(previous)
     return mx.stack(tokens, axis=1), mx.stack(scores, axis=1)
+
+
+def path(
+    unary: mx.array, ids: mx.array, before: mx.array, after: mx.array, anchor: mx.array, z: mx.array | None = None
+) -> mx.array:
+    """The path `[B, S]` int32 of the greatest expected number of accepted tokens, by the scores of `walk`."""
+    first = mx.broadcast_to(anchor.astype(mx.int32)[:, None, None], ids[:, :1].shape)
+    rows = before[mx.concatenate([first, ids[:, :-1]], axis=1)].astype(mx.float32)
+    rows = rows if z is None else rows * z.astype(mx.float32)[:, :, None]
+    tables = unary[..., None, :] + rows @ after[ids].astype(mx.float32).swapaxes(-1, -2)
+    return mx.take_along_axis(ids, best_path(tables)[..., None], axis=-1)[..., 0]
+
+
+def best_path(tables: mx.array) -> mx.array:
+    """The path `[B, S]` (indices of candidates) of the greatest expected number of accepted tokens.
+
+    tables: scores `[B, S, K, K]` of slot t's candidate (last axis) after slot t - 1's; of slot 0 the first row counts.
+    With p_t(b | a) = softmax(S_t(. | a))(b), a path is expected to keep p_1 (1 + p_2 (1 + ...)) tokens: the best rest
+    after a is W_t(a) = max over b of p_t(b | a) (1 + W_{t+1}(b)), and one pass from the last slot finds it exactly.
+    """
+    B, S, K, _ = tables.shape
+    p = mx.softmax(tables, axis=-1, precise=True)
+    rest, choices = mx.zeros((B, K)), []
+    for t in reversed(range(S)):
+        kept = p[:, t] * (1 + rest[:, None])
+        choices.append(mx.argmax(kept, axis=-1))
+        rest = kept.max(axis=-1)
+    path = [choices.pop()[:, :1]]
+    while choices:
+        path.append(mx.take_along_axis(choices.pop(), path[-1], axis=1))
+    return mx.concatenate(path, axis=1)
