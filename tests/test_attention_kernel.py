@@ -47,7 +47,7 @@ def run(q, keys, values, start, window=None, chunks=CHUNKS):
     start = mx.array(start, dtype=mx.int32)
     length = int(start.max()) + q.shape[2]
     return metal.attention(
-        q, keys, values, start, length, q.shape[-1] ** -0.5, window, chunks, factory=SIMULATOR.metal_kernel
+        q, keys, values, start, length, q.shape[-1] ** -0.5, window, chunks=chunks, factory=SIMULATOR.metal_kernel
     )
 
 
@@ -118,22 +118,24 @@ def test_each_key_and_value_is_read_once_for_all_rows_and_heads(T, kind):
     q = normal(1, 6 * Hkv, T, D).astype(dtype)
     keys, values = buffer(1, Hkv, length, D, kind, length)
     metal.attention(
-        q, keys, values, mx.array([length - T]), length, 0.1, None, Chunks(64), factory=SIMULATOR.metal_kernel
+        q, keys, values, mx.array([length - T]), length, 0.1, chunks=Chunks(64), factory=SIMULATOR.metal_kernel
     )
     chunks, _ = SIMULATOR.reports[-2:]
     assert chunks.buffers["keys"].loads_bytes == keys.data.nbytes
     assert chunks.buffers["values"].loads_bytes == values.data.nbytes
 
 
-@pytest.mark.parametrize("start, T", [(70, 4), (mx.array([70, 9]), 4), (0, 18)])
-def test_the_operator_gives_what_stock_mlx_gives(start, T):
+@pytest.mark.parametrize(
+    "start, T, first", [(70, 4, 0), (mx.array([70, 9]), 4, 0), (0, 18, 0), (mx.array([0, 73]), 1, 1)]
+)
+def test_the_operator_gives_what_stock_mlx_gives(start, T, first):
     B, D, capacity = 2, 64, 96
     q = normal(B, 4, T, D, seed=3)
     keys, values = (Stored(normal(B, 2, capacity, D, seed=seed)) for seed in (1, 2))
-    length = 74 if T == 4 else T
-    mask = reference.seen(mx.broadcast_to(mx.array(start), (B,)), T, length)[:, None]
+    length = T if T == 18 else 74
+    mask = reference.seen(mx.broadcast_to(mx.array(start), (B,)), T, length, None, first)[:, None]
     args = (q, keys, values, start, length, D**-0.5, mask)
     launches = len(SIMULATOR.reports)
-    got = attention(*args, factory=SIMULATOR.metal_kernel)
+    got = attention(*args, first=first, factory=SIMULATOR.metal_kernel)
     assert (len(SIMULATOR.reports) > launches) == (T <= 17)
     np.testing.assert_allclose(np.array(got), np.array(attention(*args)), rtol=0, atol=3e-6)

@@ -161,7 +161,9 @@ class MTP:
             slots = mx.arange(length, dtype=mx.int32)
             # A lane that has observed nothing sees its own slot only: what it proposes is a guess, but finite.
             seen = ((slots > 0) & (slots < slot[:, None])) | (slots == slot[:, None])
-            mixer = partial(layer.self_attn, kv=context.kv, start=slot, length=length, mask=seen[:, None, None])
+            mixer = partial(
+                layer.self_attn, kv=context.kv, start=slot, length=length, mask=seen[:, None, None], first=1
+            )
             y, context.kv = layer(self.model.rows(self._embed(token), hidden), mixer)
             hidden = self.model.norm(y)
             token, q = policy.draft(self.logits(hidden), step)

@@ -37,9 +37,16 @@ class Attention(nn.Module):
         mx.eval(dict(self.rope))
 
     def __call__(
-        self, x: mx.array, kv: KV | None, start: int | mx.array, length: int, mask: mx.array | str | None
+        self,
+        x: mx.array,
+        kv: KV | None,
+        start: int | mx.array,
+        length: int,
+        mask: mx.array | str | None,
+        first: int = 0,
     ) -> tuple[mx.array, KV | None]:
-        """Rows `[B, T, D]`, written at `start` (int, or int32 `[B]`), see the buffer's first `length` rows by `mask`.
+        """Rows `[B, T, D]`, written at `start` (int, or int32 `[B]`), see the buffer's first `length` rows by `mask`,
+        which lets each see itself and the older ones, down to `first`.
 
         Without a buffer (`kv` None and `length` 0, in training) the rows see one another only.
         """
@@ -47,7 +54,7 @@ class Attention(nn.Module):
         k, v = self.keys_values(x, start)
         if length:
             kv = write(reserve(kv, length, k, v), k, v, start)
-            o = attention(q, Stored(kv.keys), Stored(kv.values), start, length, self.scale, mask)
+            o = attention(q, Stored(kv.keys), Stored(kv.values), start, length, self.scale, mask, first=first)
             return self.output(o, gate), kv
         return self.attend(q, gate, k, v, mask), kv
 

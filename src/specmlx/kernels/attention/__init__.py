@@ -20,21 +20,23 @@ def attention(
     scale: float,
     mask: mx.array | str | None,
     window: int | None = None,
+    first: int = 0,
     factory: Callable | None = None,
 ) -> mx.array:
     """Rows `[B, Hq, T, D]` at positions start..start + T - 1 over a buffer that holds them too: `[B, Hq, T, D]`.
 
     start: an int, or int32 `[B]` on the device; the row at position p sees the keys c <= p, and with a window those
-    with p - c < window. length: how much of the buffer any row sees. mask: the same rule as stock mlx takes it.
+    with p - c < window; keys before `first` are seen by none but themselves. length: how much of the buffer any row
+    sees. mask: the same rule as stock mlx takes it.
     factory: makes the kernels, by default Metal's where there is one; else, and for more than 17 rows, stock mlx runs,
     or the reference where keys are quantized.
     """
     factory = factory or metal_factory()
     if factory is not None and metal.supports(q, keys, values):
         start = mx.full((q.shape[0],), start, dtype=mx.int32) if isinstance(start, int) else start
-        return metal.attention(q, keys, values, start, length, scale, window, factory=factory)
+        return metal.attention(q, keys, values, start, length, scale, window, first, factory=factory)
     keys, values = keys.first(length), values.first(length)
     if keys.bits or values.bits:
         start = mx.array(start, dtype=mx.int32).reshape(-1)
-        return reference.attention(q, keys, values, start, scale, window).astype(q.dtype)
+        return reference.attention(q, keys, values, start, scale, window, first).astype(q.dtype)
     return mx.fast.scaled_dot_product_attention(q, keys.data, values.data, scale=scale, mask=mask)

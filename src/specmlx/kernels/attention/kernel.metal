@@ -123,8 +123,8 @@ for (int block = block0; block < end; block += KB) {
         for (int rt = 0; rt < RT; rt++) {
             const int position = row0_position + min(8 * rt + row, ROWS - 1) / G;
             // Selected, never multiplied: a stale key may be NaN.
-            const bool seen_a = key0 <= position && key0 < end && (WINDOW == 0 || position - key0 < WINDOW);
-            const bool seen_b = key0 + 1 <= position && key0 + 1 < end && (WINDOW == 0 || position - key0 - 1 < WINDOW);
+            const bool seen_a = sees<FIRST, WINDOW>(position, key0) && key0 < end;
+            const bool seen_b = sees<FIRST, WINDOW>(position, key0 + 1) && key0 + 1 < end;
             threadgroup float* score = scores + (8 * rt + row) * STRIDE + 8 * kt + column;
             score[0] = seen_a ? sum[rt].x * key_scale.x : -INFINITY;
             score[1] = seen_b ? sum[rt].y * key_scale.y : -INFINITY;

@@ -16,6 +16,12 @@ inline int chunk_of(int position, int size, int many, int rest) {
     return position < many * size ? position / size : many + (position - many * size) / rest;
 }
 
+// Whether the row at a position sees a key: causally, in a window if there is one, and not before FIRST but itself.
+template <int FIRST, int WINDOW>
+inline bool sees(int position, int key) {
+    return key <= position && (key >= FIRST || key == position) && (WINDOW == 0 || position - key < WINDOW);
+}
+
 // BYTES from an address that is a multiple of them (of 16 where there are more), in one load of at most 16 bytes each.
 template <int BYTES, typename P>
 inline void load_words(const device P* address, thread uint (&words)[(BYTES + 3) / 4]) {
@@ -56,7 +62,7 @@ inline float element(thread const uint (&words)[W], int i) {
     return float(bits & ((1u << (BITS % 32)) - 1));
 }
 
-// sum += A B on 8 x 8 matrices, of which a lane holds the two elements (row, column) and (row, column + 1) of `Place`.
+// sum += A B on 8 x 8 matrices, of which a lane holds the two elements (row, column) and (row, column + 1).
 inline void multiply_add(thread float2& sum, float2 a, float2 b) {
     simdgroup_matrix<float, 8, 8> A, B, C;
     reinterpret_cast<thread float2&>(A.thread_elements()) = a;

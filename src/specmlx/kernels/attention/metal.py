@@ -52,6 +52,7 @@ def attention(
     length: int,
     scale: float,
     window: int | None = None,
+    first: int = 0,
     chunks: Chunks = CHUNKS,
     factory: Callable = mx.fast.metal_kernel,
 ) -> mx.array:
@@ -76,6 +77,7 @@ def attention(
             ("BITS", keys.bits or 8 * keys.data.dtype.size),
             ("GROUP", keys.group_size),
             ("WINDOW", window or 0),
+            ("FIRST", first),
             ("NC", NC),
             # Keys of one softmax step, the same for every T: the scores of 17 rows fit in 32 KB.
             ("KB", 64 if G <= 6 else 32),

@@ -41,19 +41,26 @@ def dequantized(x: Stored) -> mx.array:
     return data if x.scales is None else data * x.scales.astype(mx.float32)
 
 
-def seen(start: mx.array, T: int, length: int, window: int | None = None) -> mx.array:
+def seen(start: mx.array, T: int, length: int, window: int | None = None, first: int = 0) -> mx.array:
     """Which of `length` keys the rows start..start + T - 1 see, `[B, T, length]` bool: theirs and older ones.
 
-    `start` `[B]` int32; with a window, the row at position p sees key c iff p - c < window.
+    `start` `[B]` int32; with a window, the row at position p sees key c iff p - c < window. Keys before `first` are
+    seen by none but themselves.
     """
     positions = (start[:, None] + mx.arange(T))[..., None]
     keys = mx.arange(length)
-    mask = keys <= positions
+    mask = (keys <= positions) & ((keys >= first) | (keys == positions))
     return mask if window is None else mask & (positions - keys < window)
 
 
 def attention(
-    q: mx.array, keys: Stored, values: Stored, start: mx.array, scale: float, window: int | None = None
+    q: mx.array,
+    keys: Stored,
+    values: Stored,
+    start: mx.array,
+    scale: float,
+    window: int | None = None,
+    first: int = 0,
 ) -> mx.array:
     """softmax(scale q kᵀ) v of rows `[B, Hq, T, D]` at positions start..start + T - 1, in float32: `[B, Hq, T, D]`.
 
@@ -62,7 +69,7 @@ def attention(
     B, Hq, T, D = q.shape
     k, v = dequantized(keys), dequantized(values)
     Hkv, length = k.shape[1:3]
-    mask = seen(start, T, length, window)
+    mask = seen(start, T, length, window, first)
     v = mx.where(mask.any(axis=1)[:, None, :, None], v, 0)
     rows = q.astype(mx.float32).reshape(B, Hkv, Hq // Hkv, T, D)
     scores = scale * (rows @ k[:, :, None].swapaxes(-1, -2))
