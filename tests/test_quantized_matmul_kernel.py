@@ -97,8 +97,12 @@ def test_every_row_count_on_odd_and_even_shapes_is_the_rounded_product(name):
         assert_rounded(y, x, reference.dense(*packed, **format))
 
 
-@pytest.mark.parametrize("variant", "AV")
-@pytest.mark.parametrize("name", FORMATS)
+GROUPED = ["affine4g64", "affine4g128", "affine8g64", "affine8g128"]  # formats of form B
+
+
+@pytest.mark.parametrize(
+    "name, variant", [*((name, variant) for variant in "AV" for name in FORMATS), *((name, "B") for name in GROUPED)]
+)
 def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(name, variant):
     sim = Simulator()
     K = whole(576, name)  # blocks for several simdgroups, and a tail
@@ -106,7 +110,7 @@ def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(name,
     x = inputs(32, K)
     run = {"kernel": sim.metal_kernel, "variant": variant, **format}
     alone = [bits_of(kernels.quantized_matmul(x[m : m + 1], *packed, **run))[0] for m in range(32)]
-    for M in range(2, 33) if variant == "A" else (2, 3, 4, 5, 8):
+    for M in range(2, 33) if variant == "A" else (2, 3, 4, 5, 8, 17, 32):
         rows = (np.arange(M) + 5 * M) % 32
         y = bits_of(kernels.quantized_matmul(x[mx.array(rows)], *packed, **run))
         assert np.array_equal(y, np.stack([alone[m] for m in rows])), f"{M} rows"
@@ -220,5 +224,18 @@ def test_what_has_no_kernel_is_refused_in_one_line():
     packed, format = weights("affine4g64", (8, 64))
     for x in (inputs(1, 64, mx.float32), inputs(1, 64, mx.float16), inputs(1, 128)):
         assert not kernels.supported(x, *packed[:2], **format)
-        with pytest.raises(ValueError, match="no kernel for x .* use mx.quantized_matmul"):
+        with pytest.raises(ValueError, match="no kernel of form A for x .* use mx.quantized_matmul"):
             kernels.quantized_matmul(x, *packed, **format)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_scales_outside_the_matrix_operations_give_the_rounded_product(name):
+    sim = Simulator()
+    for M, N, K in [(1, 1, 64), (3, 13, 192), (8, 1001, 320), (9, 40, 2048), (16, 96, 512), (24, 8, 5120)]:
+        K = whole(K, name)
+        dtype = mx.float16 if M == 3 else mx.bfloat16
+        packed, format = weights(name, (N, K), dtype)
+        x = inputs(M, K, dtype)
+        y = kernels.quantized_matmul(x, *packed, **format, kernel=sim.metal_kernel, variant="B")
+        assert_rounded(y, x, reference.dense(*packed, **format))
+        assert sim.last.buffers["w"].reads == (1 if M <= 16 else 2)

@@ -1,5 +1,11 @@
 """Few rows times a packed matrix: every packed word read once for up to 16 rows."""
 
-from specmlx.kernels.quantized_matmul.metal import gather_quantized_matmul, order_rows, quantized_matmul, supported
+from specmlx.kernels.quantized_matmul.metal import (
+    gather_quantized_matmul,
+    order_and_sum_rows,
+    order_rows,
+    quantized_matmul,
+    supported,
+)
 
-__all__ = ["gather_quantized_matmul", "order_rows", "quantized_matmul", "supported"]
+__all__ = ["gather_quantized_matmul", "order_and_sum_rows", "order_rows", "quantized_matmul", "supported"]

@@ -34,7 +34,7 @@ template <int MODE> METAL_FUNC float2 dequantize(float2 q, float2 scale) {
 }
 
 // One octet of every slot: 8 steps on TILES row tiles and four column tiles.
-template <typename T, int MODE, int BITS, int TILES>
+template <typename T, int MODE, int BITS, int TILES, bool SCALED = true>
 METAL_FUNC void multiply_octets(
     thread float2* y, thread const uint4* x, thread const uint2* w, thread const float2* scale) {
 #pragma clang loop unroll(full)
@@ -48,8 +48,11 @@ METAL_FUNC void multiply_octets(
     }
 #pragma clang loop unroll(full)
     for (int t = 0; t < 4; ++t) {
-      float2 left = dequantize<MODE>(decode<MODE, BITS>(w[2 * t], p), scale[2 * t]);
-      float2 right = dequantize<MODE>(decode<MODE, BITS>(w[2 * t + 1], p), scale[2 * t + 1]);
+      float2 left = decode<MODE, BITS>(w[2 * t], p), right = decode<MODE, BITS>(w[2 * t + 1], p);
+      if constexpr (SCALED) {
+        left = dequantize<MODE>(left, scale[2 * t]);
+        right = dequantize<MODE>(right, scale[2 * t + 1]);
+      }
 #pragma clang loop unroll(full)
       for (int m = 0; m < TILES; ++m) {
         multiply(y[4 * m + t], x_first[m], float2(left.x, right.x));

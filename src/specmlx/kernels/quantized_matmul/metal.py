@@ -19,15 +19,25 @@ VECTORS = 5  # rows of x that form V takes at a time
 
 
 def supported(
-    x: mx.array, w: mx.array, scales: mx.array | None, *, group_size: int | None, bits: int, mode: str
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array | None,
+    *,
+    group_size: int | None,
+    bits: int,
+    mode: str,
+    variant: str = "A",
 ) -> bool:
-    """Whether x `[..., K]` times w `[N, K * bits / 32]` (or experts `[E, N, ...]`) has a kernel.
+    """Whether x `[..., K]` times w `[N, K * bits / 32]` (or experts `[E, N, ...]`) has a kernel of this form.
 
     x is bfloat16 or float16 and affine scales have its dtype; any N; any K of whole groups (fp8: a multiple of 16).
+    Form "B" takes affine weights of 4 or 8 bits in groups of 64 or 128.
     """
     K = x.shape[-1]
     return (
-        x.dtype in (mx.bfloat16, mx.float16)
+        variant in ("A", "AX", "B", "V")
+        and (variant != "B" or mode == "affine" and bits in (4, 8) and group_size in (64, 128))
+        and x.dtype in (mx.bfloat16, mx.float16)
         and (group_size, bits) in FORMATS.get(mode, ())
         and (mode != "affine" or scales.dtype == x.dtype)
         and K % (group_size or 16) == 0
@@ -65,38 +75,41 @@ def _read(*names: str) -> str:
     return "\n".join(resources.files(__package__).joinpath(name).read_text() for name in names)
 
 
-_BODIES = {
-    "A": ("matrix_rows.metal", ["x", "ordered_x"]),
-    "V": ("vector_rows.metal", ["x"]),
-    "gather": ("gather.metal", ["rows", "experts", "x"]),
+# Source files before the body, the body, and its inputs behind those of the weights.
+_FORMS = {
+    "A": ([], "matrix_rows.metal", ["x", "ordered_x"]),
+    "B": (["grouped.metal"], "grouped_rows.metal", ["x", "ordered_x", "x_sums"]),
+    "V": (["vector.metal"], "vector_rows.metal", ["x"]),
+    "gather": ([], "gather.metal", ["rows", "experts", "x"]),
 }
 
 
 @lru_cache(maxsize=8)
 def _kernel(factory, form: str):
-    body, inputs = _BODIES[form]
+    own, body, inputs = _FORMS[form]
     return factory(
         name=f"specmlx_quantized_matmul_{form}",
         input_names=["w", "scales", "biases", "tensor_scale", *inputs],
         output_names=["out"],
-        header=_read("decode.metal", "staging.metal", "matrix.metal", *["vector.metal"] * (form == "V")),
+        header=_read("decode.metal", "staging.metal", "matrix.metal", *own),
         source=_read(body),
     )
 
 
-@lru_cache(maxsize=2)
-def _order_kernel(factory):
-    return factory(name="specmlx_order_rows", input_names=["x"], output_names=["out"], source=_read("order.metal"))
+@lru_cache(maxsize=4)
+def _order_kernel(factory, outputs: tuple[str, ...]):
+    source = _read("order.metal" if len(outputs) == 1 else "order_sums.metal")
+    return factory(name=f"specmlx_order_{outputs[-1]}", input_names=["x"], output_names=list(outputs), source=source)
 
 
 def order_rows(x: mx.array, *, bits: int, kernel=mx.fast.metal_kernel) -> mx.array:
-    """x `[M, K]` in the order in which form A's lanes load it: for several products `quantized_matmul(..., ordered=)`.
+    """x `[M, K]` in the order in which form A's lanes load it, M padded to a multiple of 8 and K to one of 64.
 
-    `bits` are the weights'. M is padded to a multiple of 8 and K to one of 64.
+    `bits` are those of the weights. One array serves every product of x: see `quantized_matmul`'s `ordered`.
     """
     M, K = x.shape
     shape = (ceil(M / 8) * 8, ceil(K / 64) * 64)
-    [out] = _order_kernel(kernel)(
+    [out] = _order_kernel(kernel, ("out",))(
         inputs=[x],
         template=[("T", x.dtype), ("SLOT", block(bits) // 8)],
         grid=(shape[0] * shape[1] // 8, 1, 1),
@@ -107,11 +120,20 @@ def order_rows(x: mx.array, *, bits: int, kernel=mx.fast.metal_kernel) -> mx.arr
     return out
 
 
-def _weights(w, scales, biases, tensor_scale) -> list[mx.array]:
-    """The four weight inputs; what a format lacks is bound to something that its kernel never reads."""
-    scales = w if scales is None else scales
-    tensor_scale = 1.0 if tensor_scale is None else tensor_scale
-    return [w, scales, scales if biases is None else biases, mx.array(tensor_scale, mx.float32).reshape(1)]
+def order_and_sum_rows(x: mx.array, *, kernel=mx.fast.metal_kernel) -> tuple[mx.array, mx.array]:
+    """x `[M, K]` in the order of form B, M padded to a multiple of 8, and its sums over 64 columns in float32."""
+    M, K = x.shape
+    tiles = ceil(M / 8)
+    return tuple(
+        _order_kernel(kernel, ("out", "x_sums"))(
+            inputs=[x],
+            template=[("T", x.dtype)],
+            grid=(K // 8, tiles, 1),
+            threadgroup=(64, 1, 1),
+            output_shapes=[(8 * tiles, K), (tiles, K // 64, 8)],
+            output_dtypes=[x.dtype, mx.float32],
+        )
+    )
 
 
 def quantized_matmul(
@@ -126,33 +148,37 @@ def quantized_matmul(
     tensor_scale: mx.array | float | None = None,
     kernel=mx.fast.metal_kernel,
     variant: str = "A",
-    ordered: mx.array | None = None,
+    ordered: mx.array | tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
     """x `[..., K]` times the transposed weights `[N, K]`: `[..., N]` in x's dtype, sums in float32.
 
     Arguments as `mx.quantized_matmul`, and mode "fp8" (E4M3 bytes viewed as uint32, no scales, group_size None);
-    `tensor_scale` multiplies the result (nvfp4, fp8). Form "A" reads every packed word once for up to 16 rows, "V" once
-    for up to 5; "AX" is A on x in the order of `order_rows` (made here unless `ordered`), with the bits of A.
-    A row's bits depend on the form, but neither on the other rows nor on how many there are.
+    `tensor_scale` multiplies the result (nvfp4, fp8). Forms: "A" reads every packed word once for up to 16 rows;
+    "AX" is A on x in the order of `order_rows`, with the bits of A; "B" applies affine scales outside the matrix
+    operations, on x in the order of `order_and_sum_rows`; "V" reads once for up to 5 rows. `ordered` is made here unless
+    given. A row's bits depend on the form, but neither on the other rows nor on how many there are.
     Raises ValueError for what `supported` refuses.
     """
-    _check(x, w, scales, group_size, bits, mode)
+    _check(x, w, scales, variant, group_size, bits, mode)
     rows = x.reshape(-1, x.shape[-1])
     (M, K), N = rows.shape, w.shape[0]
-    simdgroups = split(K, bits)
-    if variant == "AX" and ordered is None:
-        ordered = order_rows(rows, bits=bits, kernel=kernel)
-    if variant != "V":
-        tile, columns = (8 if M <= 8 else 16), 32
-        shape = [("TILES", tile // 8), ("SHARED", shared_words(K, group_size, bits, mode))]
-        shape.append(("ORDERED", ordered is not None))
-        x_inputs = [rows, rows if ordered is None else ordered]
-    else:
+    if variant == "V":
         tile, columns = ceil(M / ceil(M / VECTORS)), 16
-        shape, x_inputs = [("ROWS", tile)], [rows]
+        template, inputs = [("ROWS", tile)], [rows]
+    else:
+        tile, columns = (8 if M <= 8 else 16), 32
+        template = [("TILES", tile // 8), ("SHARED", shared_words(K, group_size, bits, mode))]
+        if variant == "B":
+            inputs = [rows, *(order_and_sum_rows(rows, kernel=kernel) if ordered is None else ordered)]
+        else:
+            template.append(("ORDERED", variant == "AX"))
+            if variant == "AX" and ordered is None:
+                ordered = order_rows(rows, bits=bits, kernel=kernel)
+            inputs = [rows, ordered if variant == "AX" else rows]
+    simdgroups = split(K, bits)
     [out] = _kernel(kernel, variant[0])(
-        inputs=[*_weights(w, scales, biases, tensor_scale), *x_inputs],
-        template=[*_template(x.dtype, mode, bits, group_size, K), *shape],
+        inputs=[*_weights(w, scales, biases, tensor_scale), *inputs],
+        template=[*_template(x.dtype, K, group_size, bits, mode), *template],
         grid=(32 * simdgroups, ceil(M / tile), ceil(N / columns)),
         threadgroup=(32 * simdgroups, 1, 1),
         output_shapes=[(M, N)],
@@ -175,18 +201,18 @@ def gather_quantized_matmul(
     tensor_scale: mx.array | float | None = None,
     kernel=mx.fast.metal_kernel,
 ) -> mx.array:
-    """Row `rows[p]` of x `[M, K]` times expert `experts[p]` of w `[E, N, ...]` for every pair p: `[P, N]`.
+    """Row `rows[p]` of x `[M, K]` times expert `experts[p]` of w `[E, N, ...]` for every pair p: `[P, N]`, by form A.
 
     `experts` (int32 or uint32, `[P]`) is sorted: an expert that is in use is read once for every 16 of its pairs, or 8
-    where there are at most 8 pairs in all.
+    where there are at most 8 pairs in all. Raises ValueError for what `supported` refuses.
     """
-    _check(x, w, scales, group_size, bits, mode)
+    _check(x, w, scales, "A", group_size, bits, mode)
     P, K, N = experts.size, x.shape[-1], w.shape[1]
     simdgroups = split(K, bits)
     [out] = _kernel(kernel, "gather")(
         inputs=[*_weights(w, scales, biases, tensor_scale), rows, experts, x],
         template=[
-            *_template(x.dtype, mode, bits, group_size, K),
+            *_template(x.dtype, K, group_size, bits, mode),
             ("TILES", 1 if P <= 8 else 2),
             ("SHARED", shared_words(K, group_size, bits, mode)),
         ],
@@ -198,7 +224,14 @@ def gather_quantized_matmul(
     return out
 
 
-def _template(dtype, mode, bits, group_size, K) -> list:
+def _weights(w, scales, biases, tensor_scale) -> list[mx.array]:
+    """The four weight inputs; what a format lacks is bound to something that its kernel never reads."""
+    scales = w if scales is None else scales
+    tensor_scale = 1.0 if tensor_scale is None else tensor_scale
+    return [w, scales, scales if biases is None else biases, mx.array(tensor_scale, mx.float32).reshape(1)]
+
+
+def _template(dtype, K, group_size, bits, mode) -> list:
     return [
         ("T", dtype),
         ("MODE", MODES[mode]),
@@ -208,9 +241,9 @@ def _template(dtype, mode, bits, group_size, K) -> list:
     ]
 
 
-def _check(x, w, scales, group_size, bits, mode):
-    if not supported(x, w, scales, group_size=group_size, bits=bits, mode=mode):
+def _check(x, w, scales, variant, group_size, bits, mode):
+    if not supported(x, w, scales, group_size=group_size, bits=bits, mode=mode, variant=variant):
         raise ValueError(
-            f"no kernel for x {x.dtype} {x.shape} and {mode} weights {w.shape}, group {group_size}, {bits} bits: "
-            "use mx.quantized_matmul"
+            f"no kernel of form {variant} for x {x.dtype} {x.shape} and {mode} weights {w.shape}, group {group_size}, "
+            f"{bits} bits: use mx.quantized_matmul"
         )
