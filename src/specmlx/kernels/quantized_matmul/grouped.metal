@@ -2,7 +2,7 @@
 //
 // The 8 slots of a step lie within 64 columns, so within one group of 64 or 128: an octet of each slot, decoded to plain
 // integers, and two multiply-adds for 64 columns. The sums of x come with it (order_sums.metal); 8 of them and 8 biases
-// are one more step. A weight costs a mask, most of a shift and its conversion; a load takes 4 bytes a lane (8 in 8 bits).
+// are one more step. y comes out in decode's unit. A weight costs a mask, most of a shift and its conversion; a load takes 4 bytes a lane (8 in 8 bits).
 
 template <typename T, int BITS, int GROUP, int TILES, int SHARED, typename W, typename S>
 METAL_FUNC void multiply_groups(
@@ -57,8 +57,8 @@ METAL_FUNC void multiply_groups(
           multiply_octets<T, AFFINE, BITS, TILES, false>(sums, x_octet, octets + 8 * ahead, unscaled);
 #pragma clang loop unroll(full)
           for (int t = 0; t < 4; ++t) {
-            const float left = staged_scale<T, AFFINE>(shared, row[2 * t] * stride + (k - start) / GROUP).x;
-            const float right = staged_scale<T, AFFINE>(shared, row[2 * t + 1] * stride + (k - start) / GROUP).x;
+            const float left = halves_of(T(0), shared[row[2 * t] * stride + (k - start) / GROUP]).x;
+            const float right = halves_of(T(0), shared[row[2 * t + 1] * stride + (k - start) / GROUP]).x;
 #pragma clang loop unroll(full)
             for (int m = 0; m < TILES; ++m) {
               y[4 * m + t].x = fma(sums[4 * m + t].x, left, y[4 * m + t].x);
@@ -81,11 +81,10 @@ METAL_FUNC void multiply_groups(
 #pragma clang loop unroll(full)
       for (int t = 0; t < 4; ++t) {
         const float2 bias = float2(
-            staged_scale<T, AFFINE>(shared, row[2 * t] * stride + group).y,
-            staged_scale<T, AFFINE>(shared, row[2 * t + 1] * stride + group).y);
+            halves_of(T(0), shared[row[2 * t] * stride + group]).y, halves_of(T(0), shared[row[2 * t + 1] * stride + group]).y);
 #pragma clang loop unroll(full)
         for (int m = 0; m < TILES; ++m) {
-          multiply(y[4 * m + t], x_sum[m], bias);
+          multiply(y[4 * m + t], x_sum[m], bias * (1 / decoded_unit<AFFINE>()));
         }
       }
     }

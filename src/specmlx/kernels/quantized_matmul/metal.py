@@ -155,8 +155,8 @@ def quantized_matmul(
     Arguments as `mx.quantized_matmul`, and mode "fp8" (E4M3 bytes viewed as uint32, no scales, group_size None);
     `tensor_scale` multiplies the result (nvfp4, fp8). Forms: "A" reads every packed word once for up to 16 rows;
     "AX" is A on x in the order of `order_rows`, with the bits of A; "B" applies affine scales outside the matrix
-    operations, on x in the order of `order_and_sum_rows`; "V" reads once for up to 5 rows. `ordered` is made here unless
-    given. A row's bits depend on the form, but neither on the other rows nor on how many there are.
+    operations, on x in the order of `order_and_sum_rows`; "V" reads once for up to 5 rows. `ordered` is made here
+    unless given. A row's bits depend on the form, but neither on the other rows nor on how many there are.
     Raises ValueError for what `supported` refuses.
     """
     _check(x, w, scales, variant, group_size, bits, mode)
