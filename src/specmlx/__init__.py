@@ -7,9 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specmlx.generation import GenerationResponse, generate, stream_generate
+    from specmlx.batch import BatchResponse, batch_generate
+    from specmlx.engine import Engine, QueueFull
+    from specmlx.generation import generate, stream_generate
     from specmlx.loading import load, load_drafter
     from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+    from specmlx.responses import GenerationResponse
     from specmlx.speculation.processors import make_logits_processors
     from specmlx.speculation.sampling import make_sampler
     from specmlx.state.store import PromptCache
@@ -17,8 +20,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "GenerationResponse": "specmlx.generation",
+    "BatchResponse": "specmlx.batch",
+    "Engine": "specmlx.engine",
+    "GenerationResponse": "specmlx.responses",
     "PromptCache": "specmlx.state.store",
+    "QueueFull": "specmlx.engine",
+    "batch_generate": "specmlx.batch",
     "generate": "specmlx.generation",
     "load": "specmlx.loading",
     "load_drafter": "specmlx.loading",
@@ -31,9 +38,13 @@ _HOME = {
 }
 
 __all__ = [
+    "BatchResponse",
+    "Engine",
     "GenerationResponse",
     "PromptCache",
+    "QueueFull",
     "__version__",
+    "batch_generate",
     "generate",
     "load",
     "load_drafter",

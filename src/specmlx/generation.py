@@ -91,14 +91,13 @@ def stream_generate(
     for name, value in refused.items():
         if value is not None:
             raise ValueError(f"{name} is not supported yet: leave it out")
-    if max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens is {max_tokens}: it must be at least 1, or -1 for no limit")
+    check_max_tokens(max_tokens)
     if prefill_step_size < 1:
         raise ValueError(f"prefill_step_size is {prefill_step_size}: it must be at least 1")
-    tokenizer = _wrapped(tokenizer)
-    ids = _encode(tokenizer, prompt, model.vocab_size)
-    policy = Policy(_sampler(sampler), logits_processors, seed)
-    drafter, stats = _drafting(model, draft_model, num_draft_tokens, policy)
+    tokenizer = wrapped_tokenizer(tokenizer)
+    ids = encode_prompt(tokenizer, prompt, model.vocab_size)
+    policy = Policy(plain_sampler(sampler), logits_processors, seed)
+    drafter, stats = choose_drafter(model, draft_model, num_draft_tokens, policy)
     stops = StopStrings([stop] if isinstance(stop, str) else stop or ())
     return _responses(
         model,
@@ -186,7 +185,13 @@ def _on_stream(tokens: Iterator[Token], stream: Any) -> Iterator[Token]:
             yield token
 
 
-def _drafting(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | None, policy: Policy):
+def check_max_tokens(max_tokens: int) -> None:
+    """Raises ValueError for what can't be a number of tokens."""
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}: it must be at least 1, or -1 for no limit")
+
+
+def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | None, policy: Policy):
     """The drafter to use, or none, and the stats that say so."""
     reason = policy.reason
     if isinstance(draft_model, str) and draft_model == AUTO:
@@ -215,7 +220,8 @@ def _warn_if_idle(stats: Stats, drafter: Drafter | None, width: int | None) -> N
         warnings.warn("the drafter was loaded but never proposed a token", stacklevel=4)
 
 
-def _encode(tokenizer: Any, prompt: str | mx.array | Sequence[int], vocab_size: int) -> list[int]:
+def encode_prompt(tokenizer: Any, prompt: str | mx.array | Sequence[int], vocab_size: int) -> list[int]:
+    """The ids of a prompt. Raises ValueError for an empty one, and for ids outside the vocabulary."""
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         ids = tokenizer.encode(prompt, add_special_tokens=special)
@@ -232,13 +238,15 @@ def _encode(tokenizer: Any, prompt: str | mx.array | Sequence[int], vocab_size: 
     return ids
 
 
-def _sampler(sampler: Any) -> Any:
+def plain_sampler(sampler: Any) -> Any:
+    """The sampler, None where it is mlx_lm's greedy one."""
     from mlx_lm.sample_utils import greedy_sampler
 
     return None if sampler is greedy_sampler else sampler
 
 
-def _wrapped(tokenizer: Any) -> Any:
+def wrapped_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer in mlx_lm's wrapper, which knows its end-of-text tokens and how to detokenize as text grows."""
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)

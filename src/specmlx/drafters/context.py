@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from specmlx.state.kv import KV
+from specmlx.state.kv import KV, merge, take
 
 # Rows beyond two windows and blocks that a sliding layer may pile up before the old ones are dropped.
 SLACK = 256
@@ -49,6 +49,7 @@ class Context:
     """All that a block drafter keeps of a request: one `Rows` per window."""
 
     def __init__(self, windows: Sequence[int | None], batch: int = 1, start: int = 0):
+        self.windows, self.batch = tuple(windows), batch
         self.groups = [
             Rows([i for i, w in enumerate(windows) if w == window], window, batch, start)
             for window in dict.fromkeys(windows)
@@ -72,6 +73,28 @@ class Context:
         """Everything to evaluate for the context to stand on its own, as after a prefill step."""
         buffers = [x for rows in self.groups for kv in rows.kvs.values() if kv is not None for x in kv]
         return [x for rows in self.groups for x in (rows.base, rows.length)] + buffers
+
+    def joined(self, others: "Sequence[Context]") -> "Context":
+        """See `drafters.proposal.Joinable`."""
+        contexts = [self, *others]
+        joined = Context(self.windows, sum(context.batch for context in contexts))
+        for rows, parts in zip(joined.groups, zip(*(c.groups for c in contexts), strict=True), strict=True):
+            rows.base = mx.concatenate([part.base for part in parts])
+            rows.length = mx.concatenate([part.length for part in parts])
+            rows.bound = max(part.bound for part in parts)
+            rows.before = (rows.length, rows.bound)
+            for i in rows.layers:
+                rows.kvs[i] = merge([(part.kvs[i], len(part.base)) for part in parts])
+        return joined
+
+    def lanes(self, indices: Sequence[int]) -> "Context":
+        at = mx.array(indices, dtype=mx.int32)
+        some = Context(self.windows, len(indices))
+        for rows, mine in zip(some.groups, self.groups, strict=True):
+            rows.base, rows.length, rows.bound = mine.base[at], mine.length[at], mine.bound
+            rows.before = (rows.length, rows.bound)
+            rows.kvs = {i: None if kv is None else take(kv, at) for i, kv in mine.kvs.items()}
+        return some
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
         """One lane's newest rows, as many as a window can still see, in buffers of their own; see `Packable`."""

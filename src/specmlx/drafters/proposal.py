@@ -65,6 +65,17 @@ class Packable(Protocol):
 
 
 @runtime_checkable
+class Joinable(Protocol):
+    """A context that holds several lanes, which may come and go."""
+
+    def joined(self, others: "Sequence[Joinable]") -> "Joinable":
+        """A context of all lanes, these first."""
+
+    def lanes(self, indices: Sequence[int]) -> "Joinable":
+        """A context of some lanes, copied."""
+
+
+@runtime_checkable
 class Fingerprinted(Protocol):
     """What can tell its weights from others', in another process too (see `formats.identity`)."""
 

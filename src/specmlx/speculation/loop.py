@@ -105,7 +105,8 @@ def generate_tokens(
             target, conversation, policy, drafter, left(stats.generation_tokens), history, stop_tokens
         )
         ahead = following(round)
-        given, accepted, bad_rows = round.read(conversation.states, target.vocab_size)
+        (read,) = round.read(conversation.states)
+        given, accepted, bad_rows = read.tokens(target.vocab_size), read.accepted, read.bad_rows
         stats.begin_round(round.width, context=len(conversation.processed))
 
         for n, token in enumerate(given):
@@ -114,7 +115,7 @@ def generate_tokens(
                 raise RuntimeError(f"the target's logits for token {where} are NaN or infinite")
             history.append(token)
             stats.deliver(from_draft=n < accepted)
-            finish = _finish(token, stop_tokens, stats.generation_tokens, max_tokens)
+            finish = finish_reason(token, stop_tokens, stats.generation_tokens, max_tokens)
             leaving = Token(token, round.logprobs[0, n], n < accepted, finish)
             stats.decode_seconds += time.perf_counter() - clock
             # Last of all, so that an interrupt leaves as little as can be in the conversation that nobody was given.
@@ -142,7 +143,8 @@ def _checked_width(width: int | None, drafter: Drafter | None) -> int:
     return width
 
 
-def _finish(token: int, stop_tokens: Collection[int], given: int, max_tokens: int) -> str | None:
+def finish_reason(token: int, stop_tokens: Collection[int], given: int, max_tokens: int) -> str | None:
+    """Why `token`, the last of `given`, is the end; None where it is not."""
     if token in stop_tokens:
         return "stop"
     return "length" if given == max_tokens else None

@@ -3,6 +3,7 @@
 mx.random's global state belongs to a thread and advances with every draw of anybody; a key does neither.
 """
 
+import copy
 import hashlib
 import operator
 import os
@@ -30,6 +31,20 @@ class Noise:
         self.streams = {
             domain: mx.array([[_stream_key(number, domain)] for number in seeds], dtype=mx.uint32) for domain in DOMAINS
         }
+
+    @staticmethod
+    def together(noises: "Sequence[Noise]") -> "Noise":
+        """The noise of several requests as one of so many lanes."""
+        return noises[0]._with({d: mx.concatenate([noise.streams[d] for noise in noises]) for d in DOMAINS})
+
+    def lane(self, index: int) -> "Noise":
+        """One lane's noise."""
+        return self._with({domain: stream[index : index + 1] for domain, stream in self.streams.items()})
+
+    def _with(self, streams: dict[str, mx.array]) -> "Noise":
+        noise = copy.copy(self)
+        noise.streams = streams
+        return noise
 
     def keys(self, domain: str, indices: mx.array) -> mx.array:
         """Keys [stream, index] of absolute token indices [B, T] (device arrays too), [B, T, 2] uint32."""

@@ -12,6 +12,7 @@ Three rules, each exact: the delivered tokens have the target's own distribution
 A sampler or a logits processor that is not specmlx's is honoured row by row (foreign.py).
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,20 @@ class Policy:
             self.rule = "coupled"
         else:
             self.rule = "rejection"
+
+    @staticmethod
+    def together(policies: "Sequence[Policy]") -> "Policy":
+        """One policy of several lanes that share sampler, processors and rule, each with its own noise."""
+        return policies[0]._with(Noise.together([policy.noise for policy in policies]))
+
+    def lane(self, index: int) -> "Policy":
+        """The policy of one lane."""
+        return self._with(self.noise.lane(index))
+
+    def _with(self, noise: Noise) -> "Policy":
+        policy = copy.copy(self)
+        policy.noise = noise
+        return policy
 
     def at(self, position: int | mx.array, history: Tokens | None = None) -> "RoundPolicy":
         """The policy of one round.

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -20,6 +20,27 @@ class Verifier(Protocol):
     vocab_size: int
 
     def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int]) -> Pass: ...
+
+
+class Delivery(NamedTuple):
+    """What the host reads of one lane's round: the proposal, how much of it is kept, what follows, NaN or inf rows."""
+
+    drafted: list[int]
+    accepted: int
+    next_anchor: int
+    bad_rows: list[int]
+
+    def tokens(self, vocab_size: int) -> list[int]:
+        """The tokens that leave. Raises ValueError for a proposal outside the vocabulary."""
+        if outside := [token for token in self.drafted if not 0 <= token < vocab_size]:
+            raise ValueError(f"the drafter proposed token {outside[0]}: the vocabulary has {vocab_size}")
+        return [*self.drafted[: self.accepted], self.next_anchor]
+
+
+class Acceptance(Protocol):
+    """What decides about a proposal, for all lanes."""
+
+    def accept(self, tokens: mx.array, q: mx.array | None, logits: mx.array) -> tuple[Outcome, mx.array]: ...
 
 
 @dataclass(frozen=True)
@@ -47,17 +68,14 @@ class Round:
         """Rows that enter the state: 1 where there was no proposal, else `[B]` int32, not read."""
         return self.outcome.accepted + 1 if self.width else 1
 
-    def read(self, states: LayerStates, vocab_size: int) -> tuple[list[int], int, list[int]]:
-        """Wait for the round: its tokens, how many of them were drafted, and which rows are NaN or infinite.
-
-        Raises ValueError for a proposal outside the vocabulary.
-        """
+    def read(self, states: LayerStates) -> list[Delivery]:
+        """Wait for the round, and get what it has for each lane."""
         states.evaluate(self.report)
-        accepted, next_anchor, *rest = self.report[0].tolist()
-        drafted = rest[: self.width]
-        if outside := [token for token in drafted if not 0 <= token < vocab_size]:
-            raise ValueError(f"the drafter proposed token {outside[0]}: the vocabulary has {vocab_size}")
-        return [*drafted[:accepted], next_anchor], accepted, rest[self.width :]
+        width = self.width
+        return [
+            Delivery(rest[:width], accepted, next_anchor, rest[width:])
+            for accepted, next_anchor, *rest in self.report.tolist()
+        ]
 
 
 def issue(
@@ -91,17 +109,35 @@ def issue(
         proposal = drafter.propose(conversation.draft.context, anchor, width, round_policy)
         if policy.sequential:
             proposal = _until_stop(proposal, stop_tokens)
+    taps = drafter.tap_ids if drafter else ()
+    return check(target, states, anchor, proposal, round_policy, taps, conversation.draft_arrays(), conversation.states)
+
+
+def check(
+    target: Verifier,
+    states: LayerStates,
+    anchor: mx.array,
+    proposal: Proposal,
+    policy: Acceptance,
+    tap_ids: Sequence[int],
+    evaluated: Sequence[mx.array] = (),
+    owner: LayerStates | None = None,
+) -> Round:
+    """Verify a proposal after the anchors `[B]`, and send it all to the device, with the arrays `evaluated`.
+
+    owner: the states that the pass belongs to, where it starts from others that are ahead of them.
+    """
     # Clipped so that a bad id can't read foreign memory before it is refused.
     drafts = mx.clip(proposal.tokens, 0, target.vocab_size - 1)
     rows = mx.concatenate([anchor[:, None], drafts], axis=1)
-    verified = target.verify(states, rows, drafter.tap_ids if drafter else ())
-    outcome, logprobs = round_policy.accept(proposal.tokens, proposal.q, verified.logits)
+    verified = target.verify(states, rows, tap_ids)
+    outcome, logprobs = policy.accept(proposal.tokens, proposal.q, verified.logits)
     bad = mx.any(mx.isnan(verified.logits) | (verified.logits == mx.inf), axis=-1)
     heads = (outcome.accepted[:, None], outcome.next_anchor[:, None])
     report = mx.concatenate([*heads, proposal.tokens, bad.astype(mx.int32)], axis=1)
-    outputs = [report, outcome.accepted, outcome.next_anchor, logprobs, *conversation.draft_arrays()]
     observable = Observable(rows, verified.features)
-    verified = conversation.states.dispatch(verified, *outputs)
+    outputs = [report, outcome.accepted, outcome.next_anchor, logprobs, *evaluated]
+    verified = (states if owner is None else owner).dispatch(verified, *outputs)
     return Round(proposal, verified, outcome, observable, logprobs, report)
 
 

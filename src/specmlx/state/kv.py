@@ -1,5 +1,6 @@
 """Keys and values of attention rows, written in place at each lane's own length."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -64,3 +65,28 @@ def _write(buffer: mx.array, rows: mx.array, start: int | mx.array) -> mx.array:
 def visible(q_positions: mx.array, length: int) -> mx.array:
     """Boolean mask `[B, 1, T, length]`: the query at position p sees row j iff j <= p."""
     return mx.arange(length) <= q_positions[:, None, :, None]
+
+
+def merge(parts: Sequence[tuple[KV | None, int]]) -> KV | None:
+    """The lanes of several buffers in one, zeros behind the shorter ones; a part is (buffers or None, its lanes)."""
+    like = next((kv for kv, _ in parts if kv is not None), None)
+    if like is None:
+        return None
+    capacity = max(kv.capacity for kv, _ in parts if kv is not None)
+
+    def joined(which: int) -> mx.array:
+        _, H, _, *rest = like[which].shape
+        columns = []
+        for kv, lanes in parts:
+            have = [] if kv is None else [kv[which]]
+            missing = capacity - (0 if kv is None else kv.capacity)
+            room = [mx.zeros((lanes, H, missing, *rest), dtype=like[which].dtype)] if missing else []
+            columns.append(mx.concatenate([*have, *room], axis=2) if len(have + room) > 1 else (have + room)[0])
+        return mx.concatenate(columns)
+
+    return type(like)(*map(joined, range(len(like))))
+
+
+def take(kv: KV, lanes: mx.array) -> KV:
+    """The buffers of some lanes, by their indices `[b]`."""
+    return type(kv)(*(buffer[lanes] for buffer in kv))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from specmlx.state import kv, recurrent
 from specmlx.state.kv import KV
 from specmlx.state.recurrent import Recurrent
 
@@ -148,6 +149,33 @@ class LayerStates:
         self._refuse_if_broken()
         return [x.folded(self.count) if isinstance(x, Recurrent) else x for x in self.layers]
 
+    @classmethod
+    def merged(cls, parts: "Sequence[LayerStates]") -> "LayerStates":
+        """The lanes of several states in one, in order; the parts must not be used further."""
+        folded = [part.folded() for part in parts]
+        layers = [_merged(column, [part.batch for part in parts]) for column in zip(*folded, strict=True)]
+        states = cls(layers, sum(part.batch for part in parts))
+        states._start_at([part.length for part in parts], [part.batch for part in parts])
+        states.bound = max(part.bound for part in parts)
+        return states
+
+    def lanes(self, indices: Sequence[int]) -> "LayerStates":
+        """Some lanes in states of their own, copied."""
+        at = mx.array(indices, dtype=mx.int32)
+        layers = [None if x is None else kv.take(x, at) if isinstance(x, KV) else x.take(at) for x in self.folded()]
+        states = LayerStates(layers, len(indices))
+        length = self.length
+        states.start = length if isinstance(length, int) else length[at]
+        states.bound = self.bound
+        return states
+
+    def _start_at(self, lengths: Sequence[int | mx.array], batches: Sequence[int]) -> None:
+        if all(isinstance(length, int) for length in lengths) and len(set(lengths)) == 1:
+            self.start = lengths[0]
+            return
+        columns = zip(lengths, batches, strict=True)
+        self.start = mx.concatenate([mx.broadcast_to(mx.array(n, dtype=mx.int32), (b,)) for n, b in columns])
+
     def _set(self, **attributes) -> None:
         # One call into C: a Ctrl-C falls before or after it.
         vars(self).update(attributes)
@@ -174,6 +202,12 @@ class LayerStates:
 
 def _without_kv(done: Pass) -> Pass:
     return done._replace(layers=[None if isinstance(layer, KV) else layer for layer in done.layers])
+
+
+def _merged(layers: Sequence[Layer], batches: Sequence[int]) -> Layer:
+    if isinstance(layers[0], Recurrent):
+        return recurrent.merge(layers)
+    return kv.merge(list(zip(layers, batches, strict=True)))
 
 
 def _arrays(layer: Layer) -> list[mx.array]:

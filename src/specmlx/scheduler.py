@@ -1,0 +1,248 @@
+"""Which request runs next: prompts are taken in one step at a time, between the rounds of those that decode."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from specmlx.drafters.proposal import Drafter
+from specmlx.prompt_cache import open_cache
+from specmlx.responses import GenerationResponse, Reply
+from specmlx.reuse import Reuse, reusing
+from specmlx.speculation.lanes import Lane, Lanes
+from specmlx.speculation.loop import Token, generate_tokens
+from specmlx.speculation.policy import Policy
+from specmlx.speculation.prefill import prefill
+from specmlx.speculation.stats import Stats
+from specmlx.state.conversation import Conversation
+from specmlx.state.layers import LayerStates
+from specmlx.state.store import PromptCache
+
+ALONE = "this model's state can't hold several lanes: requests take turns"
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way. `emit` gets its responses, `done` what ended it: None or an exception; once, at the end.
+
+    Setting `cancelled` ends it at the next step, without a word more.
+    """
+
+    ids: list[int]
+    policy: Policy
+    reply: Reply
+    stats: Stats
+    emit: Callable[[GenerationResponse], None]
+    done: Callable[[Exception | None], None]
+    stop_tokens: frozenset[int]
+    max_tokens: int
+    cancelled: bool = False
+    over: bool = False
+    conversation: Conversation | None = None
+    reuse: Reuse | None = None
+    steps: Iterator | None = None
+    lane: Lane | None = None
+    resources: ExitStack = field(default_factory=ExitStack)
+
+    def deliver(self, token: Token) -> bool:
+        """Turn a token into a response; True if the request is over with it."""
+        response = self.reply.feed(token)
+        self.emit(response)
+        return response.finish_reason is not None or self.cancelled
+
+
+class Scheduler:
+    """Up to `max_lanes` requests decode together; the others wait in order. Not thread-safe: one thread drives it.
+
+    `passes` counts verify passes over the target, each for all lanes that were running.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        drafter: Drafter | None,
+        width: int | None,
+        *,
+        max_lanes: int = 8,
+        prefill_step_size: int = 2048,
+        prompt_cache: PromptCache | None = None,
+    ):
+        self.model, self.tokenizer, self.drafter = model, tokenizer, drafter
+        self.width = width
+        self.max_lanes = max_lanes
+        self.prefill_step_size = prefill_step_size
+        self.prompt_cache = prompt_cache
+        self.lanes = Lanes(model, drafter, width)
+        self.passes = 0
+        self.together = isinstance(model.new_states(), LayerStates)
+        self._waiting: deque[Job] = deque()
+        self._prefilling: Job | None = None
+        self._running: list[Job] = []
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun to run."""
+        return len(self._waiting)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._prefilling or self._running)
+
+    def add(self, job: Job) -> None:
+        self._waiting.append(job)
+
+    def fill(self) -> None:
+        """Take in prompts until no more can decode together."""
+        while self._prefilling or (self._waiting and len(self._running) < self.max_lanes):
+            self._sweep()
+            self._admit()
+            if self._prefilling:
+                self._take_in(self._prefilling)
+
+    def step(self) -> None:
+        """One step of a prompt that is being taken in, if there is one, and one round of all that decode."""
+        self._sweep()
+        self._admit()
+        if self._prefilling:
+            self._take_in(self._prefilling)
+        if self._running:
+            self._decode()
+
+    def close(self) -> None:
+        """Drop every request without a word more."""
+        self._close(None)
+
+    def fail(self, error: Exception) -> None:
+        """End every request with an error."""
+        self._close(error)
+
+    def _close(self, error: Exception | None) -> None:
+        jobs = [*self._waiting, *([self._prefilling] if self._prefilling else []), *self._running]
+        self._waiting.clear()
+        self._prefilling, self._running = None, []
+        self.lanes = Lanes(self.model, self.drafter, self.width)
+        for job in jobs:
+            job.cancelled = True
+            self._end(job, error)
+
+    def _sweep(self) -> None:
+        for job in [job for job in self._waiting if job.cancelled]:
+            self._waiting.remove(job)
+            self._end(job)
+        if self._prefilling and self._prefilling.cancelled:
+            job, self._prefilling = self._prefilling, None
+            self._end(job)
+        self._retire([job for job in self._running if job.cancelled])
+
+    def _admit(self) -> None:
+        if self._waiting and not self._prefilling and len(self._running) < self.max_lanes:
+            self._prefilling = job = self._waiting.popleft()
+            try:
+                self._begin(job)
+            except Exception as error:
+                self._prefilling = None
+                self._end(job, error)
+
+    def _begin(self, job: Job) -> None:
+        options: dict[str, Any] = {}
+        if self.prompt_cache is not None:
+            cache = reusing(self.prompt_cache, self.model, self.tokenizer, self.drafter, job.ids)
+            job.reuse = job.resources.enter_context(cache)
+            options = job.reuse.options(None)
+        job.conversation = open_cache(self.model, job.reuse and job.reuse.conversation)
+        cached = job.reuse.length if job.reuse else 0
+        job.reply.cached_tokens = cached
+        if self.together:
+            marks = {key: options[key] for key in ("marks", "at_mark") if key in options}
+            job.steps = prefill(
+                self.model, job.conversation, job.ids[cached:], self.drafter, self.prefill_step_size, **marks
+            )
+        else:
+            job.stats.reason = ALONE
+            job.steps = generate_tokens(
+                self.model,
+                job.conversation,
+                job.ids[cached:],
+                job.policy,
+                self.drafter,
+                self.width if self.drafter else None,
+                stop_tokens=job.stop_tokens,
+                max_tokens=job.max_tokens,
+                prefill_step_size=self.prefill_step_size,
+                stats=job.stats,
+                **options,
+            )
+
+    def _take_in(self, job: Job) -> None:
+        if not self.together:
+            self._prefilling = None
+            self._running.append(job)
+            return
+        clock = time.perf_counter()
+        try:
+            more = next(job.steps, None) is not None
+            job.stats.prefill_seconds += time.perf_counter() - clock
+            if more:
+                return
+        except Exception as error:
+            self._prefilling = None
+            self._end(job, error)
+            return
+        job.lane = Lane(
+            job.conversation, job.policy, list(job.ids), job.deliver, job.stop_tokens, job.max_tokens, job.stats
+        )
+        self._prefilling = None
+        self._running.append(job)
+
+    def _decode(self) -> None:
+        if self.together:
+            try:
+                self.lanes.join([job.lane for job in self._running if job.lane not in self.lanes.lanes])
+                self.passes += 1
+                done = self.lanes.round()
+            except Exception as error:
+                jobs, self._running = self._running, []
+                self.lanes = Lanes(self.model, self.drafter, self.width)
+                for job in jobs:
+                    self._end(job, error)
+                return
+            self._retire([job for job in self._running if job.lane in done])
+            return
+        for job in list(self._running):
+            rounds = job.stats.rounds
+            try:
+                token = next(job.steps, None)
+                self.passes += job.stats.rounds - rounds
+                over = token is None or job.deliver(token)
+            except Exception as error:
+                self._running.remove(job)
+                self._end(job, error)
+                continue
+            if over:
+                self._retire([job])
+
+    def _retire(self, jobs: list[Job]) -> None:
+        for job in jobs:
+            self._running.remove(job)
+        lanes = [job.lane for job in jobs if job.lane in self.lanes.lanes]
+        self.lanes.leave(lanes, keep=self.prompt_cache is not None)
+        for job in jobs:
+            self._end(job, job.lane.error if job.lane else None)
+
+    def _end(self, job: Job, error: Exception | None = None) -> None:
+        if job.over:
+            return
+        job.over = True
+        try:
+            if job.steps is not None and not self.together:
+                job.steps.close()
+            if job.reuse is not None and error is None and not job.cancelled:
+                job.reuse.answered(job.reply.answer)
+        except Exception as failure:
+            error = error or failure
+        finally:
+            job.resources.close()
+            job.done(error)
