@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -29,6 +30,9 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @click.option("--prompt-cache-file", metavar="FILE", help="A saved conversation to go on from, or saved prompts.")
 @click.option("--verbose", type=bool, default=True, show_default=True, help="False prints the answer only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
+@click.option(
+    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Keep what each round did: specmlx view."
+)
 @options.unsupported("--max-kv-size")
 @options.unsupported("--kv-bits")
 @options.unsupported("--kv-group-size")
@@ -50,12 +54,14 @@ def generate(
     prompt_cache_file: str | None,
     verbose: bool,
     as_json: bool,
+    trace: Path | None,
 ) -> None:
     """Answer one prompt: the text on stdout, everything else on stderr."""
     from specmlx.generation import stream_generate, summary
 
     sampling.check()
     prompt = _read(prompt)
+    recorder = _recorder(trace)
     with answers() as out:
         target, prompt_cache, tokenizer_config = _cached(prompt_cache_file, target)
         model, tokenizer = target.load(draft_model, tokenizer_config)
@@ -84,11 +90,36 @@ def generate(
                 note(f"{target.model}: {options.effective_mode(model, num_draft_tokens, response.stats)}")
             tokens.append(response.token)
             text += response.text
+            if recorder:
+                recorder.add(response)
             if not as_json:
                 click.echo(response.text, nl=False, file=out)
         click.echo(json.dumps(record(text, tokens, response)) if as_json else "", file=out)
         if verbose:
             note(summary(response))
+        if recorder:
+            _write_trace(trace, recorder, target.model, model, prompt, response.stats)
+
+
+def _recorder(trace: Path | None) -> Any:
+    """What listens to the answer for `--trace`; raises ValueError, before anything is loaded, for a bad place."""
+    if trace is None:
+        return None
+    if not trace.absolute().parent.is_dir():
+        raise ValueError(f"--trace {trace}: there is no directory {trace.parent}")
+    from specmlx.receipts.trace import Recorder
+
+    return Recorder()
+
+
+def _write_trace(file: Path, recorder: Any, name: str, model: Any, prompt: str, stats: Any) -> None:
+    from specmlx.receipts import account
+    from specmlx.receipts.trace import write_trace
+
+    drafter = model.draft_model
+    kind = None if drafter is None else type(drafter).__name__
+    write_trace(file, recorder.trace(name, kind, prompt, account(model, stats)))
+    note(f"{file}: specmlx view {file} makes a page of it")
 
 
 def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | None) -> None:

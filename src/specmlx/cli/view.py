@@ -1,0 +1,39 @@
+"""`specmlx view`: a trace as a page."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from specmlx.cli.terminal import answers, note
+
+EPILOG = """\b
+Examples:
+  specmlx generate --prompt "Can you count from 62 up to 73?" --trace trace.json
+  specmlx view trace.json -o trace.html
+"""
+
+
+@click.command(short_help="A trace of generate --trace as a page.", epilog=EPILOG)
+@click.argument("trace", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: TRACE with .html; - is stdout."
+)
+def view(trace: Path, output: Path | None) -> None:
+    """Write the TRACE of a generation as one self-contained HTML page, to be opened in any browser."""
+    from specmlx.receipts.trace import read_trace
+    from specmlx.receipts.view.page import page
+
+    html = page(read_trace(trace))
+    if str(output) == "-":
+        with answers() as out:
+            out.write(html)
+        return
+    output = trace.with_suffix(".html") if output is None else output
+    if output.resolve() == trace.resolve():
+        raise ValueError(f"{output} is the trace itself: name another file with -o")
+    partial = output.with_name(f".{output.name}.partial")
+    partial.write_text(html, encoding="utf-8")
+    partial.replace(output)
+    note(f"{output}: open it in a browser")
+    sys.stderr.flush()

@@ -1,0 +1,215 @@
+"""A generation token by token: how each came, what each round did, what was moved; kept as JSON."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import specmlx
+
+FORMAT = "specmlx-trace-1"
+# The drafter's guess; the target's own token after a wrong guess, after a whole right proposal, without a proposal.
+DRAFTED, CORRECTED, BONUS, PLAIN = KINDS = ("drafted", "corrected", "bonus", "plain")
+
+
+@dataclass(frozen=True)
+class TracedToken:
+    """A token that left: its id, the text that it let out, its round from 0, and its kind, one of KINDS."""
+
+    id: int
+    text: str
+    round: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class TracedRound:
+    """Drafted tokens verified, drafted tokens delivered, tokens delivered, seconds of decoding."""
+
+    proposed: int
+    accepted: int
+    tokens: int
+    seconds: float
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer ended before the target's own token of the round."""
+        return self.tokens == self.accepted
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Everything that `specmlx view` shows.
+
+    phases: seconds by phase, decoding taken apart only where it was profiled.
+    account: `account_object` of the generation's account, or None.
+    """
+
+    model: str
+    drafter: str | None
+    mode: str
+    reason: str | None
+    prompt: str
+    prompt_tokens: int
+    finish_reason: str | None
+    tokens: list[TracedToken]
+    rounds: list[TracedRound]
+    phases: dict[str, float]
+    account: dict[str, Any] | None = None
+    machine: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def decode_seconds(self) -> float:
+        return sum(each.seconds for each in self.rounds)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens delivered per round (τ)."""
+        return len(self.tokens) / len(self.rounds) if self.rounds else 0.0
+
+    def slots(self) -> list[tuple[int, int]]:
+        """For each drafted slot: in how many rounds it was judged, and in how many of these accepted.
+
+        A slot is judged where those before it were accepted. A round that was cut before its own token says nothing of
+        the slots that it did not deliver.
+        """
+        judged: dict[int, list[int]] = {}
+        for each in self.rounds:
+            seen = each.accepted + (not each.cut)
+            for slot in range(min(seen, each.proposed)):
+                counts = judged.setdefault(slot, [0, 0])
+                counts[0] += 1
+                counts[1] += slot < each.accepted
+        return [(judged[slot][0], judged[slot][1]) for slot in sorted(judged)]
+
+    def as_object(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+
+class Recorder:
+    """Listens to a stream of `GenerationResponse`s and makes a trace of them."""
+
+    def __init__(self) -> None:
+        self.tokens: list[TracedToken] = []
+        self.rounds: list[TracedRound] = []
+        self._last: Any = None
+
+    def add(self, response: Any) -> None:
+        """Take the next response of the stream, with its stats."""
+        stats, before = response.stats, self._last
+        if before is None or stats.rounds > before.stats.rounds:
+            proposed = stats.proposed - (before.stats.proposed if before else 0)
+            self.rounds.append(TracedRound(proposed, 0, 0, 0.0))
+        now = self.rounds[-1]
+        self.rounds[-1] = replace(
+            now,
+            accepted=now.accepted + response.from_draft,
+            tokens=now.tokens + 1,
+            seconds=now.seconds + stats.decode_seconds - (before.stats.decode_seconds if before else 0.0),
+        )
+        kind = _kind(response.from_draft, self.rounds[-1])
+        self.tokens.append(TracedToken(response.token, response.text, len(self.rounds) - 1, kind))
+        self._last = response
+
+    def trace(self, model: str, drafter: str | None, prompt: str, account: Any = None) -> Trace:
+        """The trace of what was added; raises ValueError if that is nothing. `account` is an `accounting.Account`."""
+        from specmlx.receipts.machine import this_machine
+
+        if self._last is None:
+            raise ValueError("nothing was generated: there is no trace")
+        last, stats = self._last, self._last.stats
+        return Trace(
+            model=_name(model),
+            drafter=drafter,
+            mode=stats.mode,
+            reason=stats.reason,
+            prompt=prompt,
+            prompt_tokens=last.prompt_tokens,
+            finish_reason=last.finish_reason,
+            tokens=self.tokens,
+            rounds=self.rounds,
+            phases={"prompt": stats.prefill_seconds, "decoding": stats.decode_seconds},
+            account=None if account is None else account_object(account),
+            machine=asdict(this_machine()),
+            versions={"specmlx": specmlx.__version__},
+        )
+
+
+def account_object(account: Any) -> dict[str, Any]:
+    """An `accounting.Account` as JSON: groups by bytes of a round, then the sums."""
+    rounds = max(account.rounds, 1)
+    groups = sorted(account.moved, key=lambda group: -group.total)
+    bandwidth = account.bandwidth
+    return {
+        "groups": [{"label": group.label, "round_bytes": group.total / rounds} for group in groups],
+        "bytes_per_round": account.bytes_per_round,
+        "bytes_per_token": account.bytes_per_token,
+        "gigabytes_per_second": account.gigabytes_per_second,
+        "bandwidth": None if bandwidth is None else asdict(bandwidth),
+        "share": account.share,
+        "left_out": account.left_out,
+    }
+
+
+def write_trace(path: Path, trace: Trace) -> None:
+    """Write a trace, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(trace.as_object(), ensure_ascii=False), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_trace(path: Path) -> Trace:
+    """The trace of a file. Raises ValueError, one line, for a file that is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error})") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is no trace: specmlx generate --trace {path} writes one")
+    try:
+        return _trace(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is a damaged trace: {type(error).__name__} {error}") from None
+
+
+def _trace(found: dict[str, Any]) -> Trace:
+    values = {each.name: found[each.name] for each in fields(Trace)}
+    rounds = [
+        TracedRound(int(r["proposed"]), int(r["accepted"]), int(r["tokens"]), float(r["seconds"]))
+        for r in values["rounds"]
+    ]
+    tokens = [TracedToken(int(t["id"]), str(t["text"]), int(t["round"]), str(t["kind"])) for t in values["tokens"]]
+    for token in tokens:
+        if token.kind not in KINDS or not 0 <= token.round < len(rounds):
+            raise ValueError(f"token {token.id} is {token.kind!r} of round {token.round}")
+    if not tokens:
+        raise ValueError("it holds no token")
+    phases = {str(name): float(seconds) for name, seconds in values["phases"].items()}
+    if (account := values["account"]) is not None:
+        groups = [
+            {"label": str(group["label"]), "round_bytes": float(group["round_bytes"])} for group in account["groups"]
+        ]
+        numbers = ("bytes_per_round", "bytes_per_token", "gigabytes_per_second")
+        account |= {"groups": groups} | {name: float(account[name]) for name in numbers}
+        if (bandwidth := account["bandwidth"]) is not None:
+            float(bandwidth["gigabytes_per_second"]), str(bandwidth["source"]), float(account["share"])
+    return Trace(**values | {"rounds": rounds, "tokens": tokens, "phases": phases, "account": account})
+
+
+def _kind(from_draft: bool, each: TracedRound) -> str:
+    if from_draft:
+        return DRAFTED
+    if not each.proposed:
+        return PLAIN
+    return BONUS if each.accepted == each.proposed else CORRECTED
+
+
+def _name(model: str) -> str:
+    # A directory's name, not where it lies: that may name a user.
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model

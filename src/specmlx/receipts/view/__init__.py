@@ -1,0 +1,1 @@
+"""A generation's trace as one self-contained page."""
