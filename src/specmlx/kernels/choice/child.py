@@ -1,0 +1,79 @@
+"""The process that races an operator's variants: a job as JSON on stdin, a line of JSON for every step on stdout.
+
+Before a variant runs its name is printed, so that the parent knows which one hung or took the process down.
+"""
+
+import json
+import sys
+import time
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+
+from specmlx.kernels.choice.operator import STOCK, Operator, import_operator
+
+# Weights are copied until no cache holds them all, and every run goes through the copies.
+ROTATED_BYTES, MAX_COPIES = 512 * 2**20, 64
+REPEATS = 5
+
+
+def say(**step: Any) -> None:
+    print(json.dumps(step), flush=True)
+
+
+def check(operator: Operator, key: dict, rows: tuple[int, ...], variants: list[str]) -> list[str]:
+    """The variants that answer as the reference does for every row count."""
+    small, right = operator.small(key), list(variants)
+    limit = operator.tolerance(key)
+    for n in rows:
+        inputs = operator.inputs(small, n, seed=n, exact=True)
+        # On the CPU: independent of what is being checked, and in full float32.
+        with mx.stream(mx.cpu):
+            want = operator.reference(inputs).astype(mx.float32)
+            scale = mx.abs(want).max().item()
+        for variant in list(right):
+            say(start=variant)
+            try:
+                got = operator.run(variant, inputs).astype(mx.float32)
+                error = mx.abs(got - want).max().item()
+            except (RuntimeError, ValueError, TypeError) as problem:
+                why = f"fails: {' '.join(str(problem).split())[:300]}"
+            else:
+                if error <= limit * scale:
+                    continue
+                why = f"wrong by {error:.2g} for {n} rows, values up to {scale:.2g}"
+            right.remove(variant)
+            say(dropped=variant, why=why)
+    return right
+
+
+def race(operator: Operator, key: dict, rows: tuple[int, ...], variants: list[str]) -> None:
+    """Time the variants by turns, so that a change of clock or heat meets all of them."""
+    copies = max(1, min(MAX_COPIES, ROTATED_BYTES // operator.nbytes(key)))
+    for n in rows:
+        inputs = [operator.inputs(key, n, seed=copy, exact=False) for copy in range(copies)]
+        mx.eval(inputs)
+        seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+        for repeat in range(REPEATS + 1):
+            for variant in variants if repeat % 2 else reversed(variants):
+                say(start=variant)
+                begun = time.perf_counter()
+                mx.eval([operator.run(variant, x) for x in inputs])
+                if repeat:  # the first compiles
+                    seconds[variant].append((time.perf_counter() - begun) / copies)
+        say(rows=n, seconds={variant: median(times) for variant, times in seconds.items()})
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    operator = import_operator(job["operator"])
+    say(ready=True)
+    right = check(operator, job["key"], tuple(job["rows"]), [v for v in job["variants"] if v != STOCK])
+    if right:
+        race(operator, job["key"], tuple(job["rows"]), [*right, STOCK])
+    say(done=True)
+
+
+if __name__ == "__main__":
+    main()

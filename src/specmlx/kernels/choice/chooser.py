@@ -1,0 +1,107 @@
+"""Which kernel serves an operator on this chip: what a race found, kept in a file, or stock mlx."""
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from specmlx.kernels.backend import metal_factory
+from specmlx.kernels.choice.operator import ROWS, STOCK, Key, Operator, Outcome
+from specmlx.kernels.choice.race import race
+from specmlx.kernels.choice.table import Table, entry_name
+
+OFF = "SPECMLX_KERNELS"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The variant that serves a shape, by the number of rows up to the last of ROWS; stock mlx beyond."""
+
+    operator: str
+    by_rows: tuple[str, ...]  # for 1, 2, ... rows
+
+    @classmethod
+    def same(cls, operator: str, variant: str) -> "Choice":
+        return cls(operator, (variant,) * ROWS[-1])
+
+    def variant(self, rows: int) -> str:
+        return self.by_rows[rows - 1] if rows <= len(self.by_rows) else STOCK
+
+    def __str__(self) -> str:
+        """`1: stock, 2-32: A`, or the variant alone."""
+        if len(set(self.by_rows)) == 1:
+            return self.by_rows[0]
+        parts, begun = [], 1
+        for n in range(1, len(self.by_rows) + 1):
+            if n == len(self.by_rows) or self.by_rows[n] != self.by_rows[n - 1]:
+                parts.append(f"{begun}{f'-{n}' if n > begun else ''}: {self.by_rows[n - 1]}")
+                begun = n + 1
+        return ", ".join(parts)
+
+
+class Chooser:
+    """Picks the kernel of each (operator, shape) and keeps what it picked.
+
+    consistent: one variant for every row count, so that a row has the same bits in a pass of one row and of many.
+    table: what is known of the chip; default: its file. race: how an unknown shape is decided; `available`: whether
+    kernels can run here at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        consistent: bool = False,
+        table: Table | None = None,
+        race: Callable[[Operator, Key], Outcome] = race,
+        available: bool | None = None,
+    ):
+        self.table = Table.read() if table is None else table
+        self.consistent = consistent
+        self.choices: dict[str, Choice] = {}
+        self._race = race
+        self._available = metal_factory() is not None if available is None else available
+
+    def off(self, operator: Operator) -> str | None:
+        """Why stock mlx serves this operator in any case, or None."""
+        if not self._available:
+            return "mlx does not run on a Metal device here"
+        if os.environ.get(OFF) == "0":
+            return f"{OFF}=0"
+        if operator.name in self.table.off:
+            return f"switched off (specmlx kernels --on {operator.name} undoes it)"
+        return None
+
+    def choose(self, operator: Operator, key: Key) -> Choice:
+        """The choice for a shape; a shape that is new on this chip is raced first, which takes some seconds.
+
+        Raises ValueError if `consistent` can't be had because the kernels are switched off.
+        """
+        name = entry_name(operator, key)
+        if name not in self.choices:
+            self.choices[name] = self._choose(operator, key, name)
+        return self.choices[name]
+
+    def _choose(self, operator: Operator, key: Key, name: str) -> Choice:
+        if reason := self.off(operator):
+            if self.consistent and self._available:
+                raise ValueError(f"consistent needs the kernels of {operator.name}, which are off: {reason}")
+            return Choice.same(operator.name, STOCK)
+        if name not in self.table.entries:
+            outcome = self.table.entries[name] = self._race(operator, key)
+            for variant, why in outcome.dropped.items():
+                warnings.warn(f"kernel {variant} of {name} is not used on {self.table.chip}: it {why}", stacklevel=4)
+            self.table.write()
+        outcome = self.table.entries[name]
+        if self.consistent:
+            variant = outcome.for_every_row_count(operator.one_order)
+            if variant == STOCK:
+                warnings.warn(f"consistent does not hold for {name}: no kernel serves every row count", stacklevel=4)
+            return Choice.same(operator.name, variant)
+        return Choice(operator.name, tuple(outcome.fastest(n) for n in range(1, ROWS[-1] + 1)))
+
+    def race_again(self, operator: Operator, key: Key) -> Choice:
+        """Forget what is known of a shape and race it."""
+        name = entry_name(operator, key)
+        self.table.entries.pop(name, None)
+        self.choices.pop(name, None)
+        return self.choose(operator, key)

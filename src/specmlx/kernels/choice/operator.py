@@ -1,0 +1,69 @@
+"""What a race needs to know of an operator, and what it finds out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Protocol
+
+import mlx.core as mx
+
+STOCK = "stock"
+# Row counts of decoding: one row, the passes of narrow and full blocks, two lanes of them.
+ROWS = (1, 2, 3, 4, 5, 8, 16, 32)
+
+Key = Mapping[str, Any]  # shape, format and dtype, as JSON can hold them
+
+
+class Operator(Protocol):
+    """An operator with kernels of ours.
+
+    name: as `specmlx kernels` shows it. address: "module:attribute", from where the child process imports it.
+    variants: our kernels. one_order: those of them that give a row the same bits whatever the number of rows.
+    """
+
+    name: str
+    address: str
+    variants: tuple[str, ...]
+    one_order: tuple[str, ...]
+
+    def small(self, key: Key) -> Key:
+        """The same operator on an input small enough for the reference."""
+
+    def nbytes(self, key: Key) -> int:
+        """Bytes of the weights of one input."""
+
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Any:
+        """Random inputs. `exact`: such that the reference holds for them; otherwise only their cost matters."""
+
+    def run(self, variant: str, inputs: Any) -> mx.array:
+        """The result of a variant, or of mlx's own operation for "stock"."""
+
+    def reference(self, inputs: Any) -> mx.array:
+        """The result by the readable reference."""
+
+    def tolerance(self, key: Key) -> float:
+        """The largest error that is right, relative to the largest value of the result."""
+
+
+def import_operator(address: str) -> Operator:
+    module, _, attribute = address.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+@dataclass
+class Outcome:
+    """Of a race: seconds of a call by row count and variant, and why variants were dropped."""
+
+    seconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    def fastest(self, rows: int) -> str:
+        """The variant for `rows`, by the next row count that was measured; stock beyond the last."""
+        measured = min((n for n in self.seconds if n >= rows), default=None)
+        times = self.seconds.get(measured, {})
+        return min(times, key=times.__getitem__, default=STOCK)
+
+    def for_every_row_count(self, variants: tuple[str, ...]) -> str:
+        """The fastest over all row counts together of the variants that ran in each; stock if none did."""
+        ran = [v for v in variants if self.seconds and all(v in times for times in self.seconds.values())]
+        return min(ran, key=lambda v: sum(times[v] for times in self.seconds.values()), default=STOCK)

@@ -1,0 +1,70 @@
+"""The operators whose kernels are raced."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from specmlx.kernels.choice.operator import STOCK, Key
+from specmlx.kernels.quantized_matmul import quantized_matmul, reference
+
+
+class Packed(NamedTuple):
+    """x `[M, K]` and a packed matrix `[N, K]` with its format."""
+
+    x: mx.array
+    w: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    format: dict
+
+
+@dataclass(frozen=True)
+class QuantizedMatmul:
+    """x times a packed matrix. Keys: N, K, mode, bits, group_size, dtype."""
+
+    name: str = "quantized_matmul"
+    address: str = f"{__name__}:QUANTIZED_MATMUL"
+    variants: tuple[str, ...] = ("A", "V")
+    one_order: tuple[str, ...] = ("A", "V")
+
+    def small(self, key: Key) -> Key:
+        # Not a multiple of any tile, so that the last rows are looked at too.
+        return {**key, "N": min(key["N"], 72)}
+
+    def nbytes(self, key: Key) -> int:
+        return key["N"] * key["K"] * key["bits"] // 8
+
+    def tolerance(self, key: Key) -> float:
+        # The result is rounded once; sums in float32 add little to that.
+        return 2**-7 if key["dtype"] == "bfloat16" else 2**-10
+
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Packed:
+        dtype = getattr(mx, key["dtype"])
+        N, K, mode, bits, group_size = (key[name] for name in ("N", "K", "mode", "bits", "group_size"))
+        format = {"mode": mode, "bits": bits, "group_size": group_size}
+        keys = mx.random.split(mx.random.key(seed), 3)
+        x = mx.random.normal((rows, K), key=keys[0]).astype(dtype)
+        if exact:
+            packed = mx.quantize(mx.random.normal((N, K), key=keys[1]).astype(dtype), **format)
+            return Packed(x, packed[0], packed[1], packed[2] if len(packed) == 3 else None, format)
+        # Quantizing a large matrix takes longer than the race; for its cost any bits will do.
+        w = mx.random.randint(0, 2**32 - 1, (N, K * bits // 32), dtype=mx.uint32, key=keys[1])
+        scales = mx.random.normal((N, K // group_size), key=keys[2]).astype(dtype)
+        if mode != "affine":
+            return Packed(x, w, mx.full(scales.shape, 0x38, mx.uint8), None, format)
+        return Packed(x, w, scales, -8 * scales, format)
+
+    def run(self, variant: str, inputs: Packed) -> mx.array:
+        x, w, scales, biases, format = inputs
+        if variant == STOCK:
+            return mx.quantized_matmul(x, w, scales, biases, transpose=True, **format)
+        return quantized_matmul(x, w, scales, biases, **format, variant=variant)
+
+    def reference(self, inputs: Packed) -> mx.array:
+        x, w, scales, biases, format = inputs
+        return reference.quantized_matmul(x.astype(mx.float32), w, scales, biases, **format)
+
+
+QUANTIZED_MATMUL = QuantizedMatmul()
+OPERATORS = (QUANTIZED_MATMUL,)

@@ -1,0 +1,103 @@
+"""A race in a child process: a GPU that hangs can't be stopped from inside, a process can be killed."""
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+from specmlx.kernels.choice.operator import ROWS, STOCK, Key, Operator, Outcome
+
+# From one step to the next; the first compiles a kernel.
+SECONDS = 30.0
+# Loading mlx and the operator takes a second or two; more on a busy machine.
+START_SECONDS = 60.0
+
+
+def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int, ...] = ROWS) -> Outcome:
+    """Check the variants against the reference, then time them and stock mlx; drop what fails, is wrong or hangs.
+
+    seconds: how long a step of a variant may take. After a hang or a crash the others are raced again without it.
+    """
+    outcome = Outcome()
+    while left := [v for v in operator.variants if v not in outcome.dropped]:
+        outcome.seconds.clear()
+        running = STOCK
+        for step in _steps(operator, key, rows, left, seconds):
+            if "start" in step:
+                running = step["start"]
+            elif "dropped" in step:
+                outcome.dropped[step["dropped"]] = step["why"]
+            elif "rows" in step:
+                outcome.seconds[step["rows"]] = step["seconds"]
+            elif "lost" in step:
+                # Without a variant to blame, ours can't be had at all.
+                blamed = left if running == STOCK else [running]
+                outcome.dropped.update(dict.fromkeys(blamed, step["lost"]))
+                break
+        else:
+            break
+    if len(outcome.dropped) == len(operator.variants):
+        outcome.seconds.clear()
+    return outcome
+
+
+def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[str], seconds: float) -> Iterator[dict]:
+    """The child's lines; the last is {"lost": why} if it hung or ended before it was done."""
+    job = {"operator": operator.address, "key": dict(key), "rows": rows, "variants": variants}
+    # float32 matmul of M5 chips is rounded to TF32 unless this is off.
+    environment = {**os.environ, "MLX_ENABLE_TF32": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "specmlx.kernels.choice.child"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    lines: queue.Queue[str] = queue.Queue()
+
+    def read() -> None:
+        for line in child.stdout:
+            lines.put(line)
+        lines.put("")
+
+    errors: list[str] = []
+    readers = [
+        threading.Thread(target=read, daemon=True),
+        threading.Thread(target=lambda: errors.extend(child.stderr), daemon=True),
+    ]
+    try:
+        for reader in readers:
+            reader.start()
+        with contextlib.suppress(BrokenPipeError):  # it ended at once: the lines below say so
+            child.stdin.write(json.dumps(job))
+            child.stdin.close()
+        wait = START_SECONDS
+        while True:
+            try:
+                line = lines.get(timeout=wait)
+            except queue.Empty:
+                yield {"lost": f"hangs: no answer within {wait:g} s"}
+                return
+            if not line:
+                child.wait()
+                readers[1].join(1.0)
+                last = errors[-1].strip() if errors else "no message"
+                yield {"lost": f"ends the process with {child.returncode}: {last}"}
+                return
+            step = json.loads(line)
+            if "done" in step:
+                return
+            wait = seconds
+            yield step
+    finally:
+        child.kill()
+        child.wait()
+        for reader in readers:
+            reader.join(1.0)
+        child.stdout.close()
+        child.stderr.close()

@@ -1,0 +1,94 @@
+"""The file that keeps what races found, one for each chip."""
+
+import json
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import mlx.core as mx
+
+import specmlx
+from specmlx.kernels.choice.operator import Key, Operator, Outcome
+
+
+def this_chip() -> str:
+    """The chip's own name, as mlx tells it."""
+    info = mx.device_info()
+    return str(info.get("device_name") or info.get("architecture") or "unknown")
+
+
+def this_version() -> str:
+    """Of what decides the result: specmlx and mlx."""
+    return f"specmlx {specmlx.__version__}, mlx {version('mlx')}"
+
+
+def table_path(chip: str) -> Path:
+    """In $XDG_CACHE_HOME or the system's place for caches; the file can be deleted."""
+    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual)
+    return root / "specmlx" / f"kernels-{re.sub(r'[^a-z0-9]+', '-', chip.lower()).strip('-')}.json"
+
+
+def entry_name(operator: Operator, key: Key) -> str:
+    return f"{operator.name} {json.dumps(dict(key), sort_keys=True)}"
+
+
+def _checked(name: str) -> str:
+    json.loads(name.split(" ", 1)[1])
+    return name
+
+
+@dataclass
+class Table:
+    """entries: outcomes by `entry_name`. off: operators that are switched off, kept across versions."""
+
+    path: Path
+    chip: str
+    entries: dict[str, Outcome] = field(default_factory=dict)
+    off: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path | None = None, chip: str | None = None) -> "Table":
+        """The chip's table; empty if there is no file, if it is corrupt, or from another version."""
+        chip = chip or this_chip()
+        table = cls(path or table_path(chip), chip)
+        try:
+            kept = json.loads(table.path.read_text())
+            table.off = [str(name) for name in kept["off"]]
+            if (kept["version"], kept["chip"]) == (this_version(), chip):
+                table.entries = {
+                    _checked(name): Outcome(
+                        {int(n): {v: float(s) for v, s in t.items()} for n, t in entry["seconds"].items()},
+                        {str(v): str(why) for v, why in entry["dropped"].items()},
+                    )
+                    for name, entry in kept["entries"].items()
+                }
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            pass
+        return table
+
+    def keys(self) -> list[tuple[str, Key]]:
+        """Name of the operator and key of every entry."""
+        parts = (name.split(" ", 1) for name in self.entries)
+        return [(name, json.loads(key)) for name, key in parts]
+
+    def outcome(self, operator: Operator, key: Key) -> Outcome:
+        return self.entries[entry_name(operator, key)]
+
+    def as_dict(self) -> dict:
+        entries = {name: {"seconds": o.seconds, "dropped": o.dropped} for name, o in self.entries.items()}
+        return {"version": this_version(), "chip": self.chip, "off": self.off, "entries": entries}
+
+    def write(self) -> None:
+        """In one step, so that nobody reads half a file; a folder that can't be written costs a race next time."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
+                json.dump(self.as_dict(), file, indent=1)
+            os.replace(file.name, self.path)
+        except OSError:
+            pass

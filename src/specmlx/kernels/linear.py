@@ -1,0 +1,100 @@
+"""Quantized layers of a model that run the kernel which was chosen for their shape and number of rows."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from specmlx.kernels.choice import STOCK, Choice, Chooser
+from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
+from specmlx.kernels.quantized_matmul import quantized_matmul, supported
+
+
+class ChosenLinear(nn.QuantizedLinear):
+    """mlx's QuantizedLinear, with the kernel of a `Choice` for few rows. Parameters and their names stay."""
+
+    @classmethod
+    def of(cls, layer: nn.QuantizedLinear, choice: Choice, factory: Callable = mx.fast.metal_kernel) -> "ChosenLinear":
+        """On the layer's own arrays; nothing is copied."""
+        # QuantizedLinear's own __init__ would make and quantize random weights.
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        for name, value in layer.items():
+            new[name] = value
+        new.group_size, new.bits, new.mode = layer.group_size, layer.bits, layer.mode
+        new._choice, new._factory = choice, factory
+        return new
+
+    def __call__(self, x: mx.array) -> mx.array:
+        variant = self._choice.variant(x.size // x.shape[-1])
+        if variant == STOCK:
+            return super().__call__(x)
+        y = _multiply(self, x, variant, self._factory)
+        return y + self.bias if "bias" in self else y
+
+
+class ChosenEmbedding(nn.QuantizedEmbedding):
+    """mlx's QuantizedEmbedding, whose use as the model's head has the kernel of a `Choice` for few rows."""
+
+    @classmethod
+    def of(
+        cls, layer: nn.QuantizedEmbedding, choice: Choice, factory: Callable = mx.fast.metal_kernel
+    ) -> "ChosenEmbedding":
+        """On the layer's own arrays; nothing is copied."""
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        for name, value in layer.items():
+            new[name] = value
+        new.group_size, new.bits, new.mode = layer.group_size, layer.bits, layer.mode
+        new.num_embeddings, new.dims = layer.num_embeddings, layer.dims
+        new._choice, new._factory = choice, factory
+        return new
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        variant = self._choice.variant(x.size // x.shape[-1])
+        return super().as_linear(x) if variant == STOCK else _multiply(self, x, variant, self._factory)
+
+
+def _multiply(layer: nn.Module, x: mx.array, variant: str, factory: Callable) -> mx.array:
+    return quantized_matmul(
+        x,
+        layer.weight,
+        layer.scales,
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+        variant=variant,
+        kernel=factory,
+    )
+
+
+def choose_kernels(
+    model: nn.Module, dtype: mx.Dtype, chooser: Chooser, factory: Callable = mx.fast.metal_kernel
+) -> dict[str, Choice]:
+    """Put the chosen kernels into a model's quantized layers, in place; the choices by shape, as `256x512 affine 4/64`.
+
+    dtype: of the activations. A layer whose shapes and dtypes have no kernel, or for which stock mlx won at every
+    number of rows, stays as it is.
+    """
+    chosen: dict[str, Choice] = {}
+    replaced = []
+    for path, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
+        new = {nn.QuantizedLinear: ChosenLinear, nn.QuantizedEmbedding: ChosenEmbedding}.get(type(layer))
+        if new is None or not _supported(layer, dtype):
+            continue
+        N, K = layer.weight.shape[0], layer.weight.shape[1] * 32 // layer.bits
+        key = {"N": N, "K": K, "mode": layer.mode, "bits": layer.bits, "group_size": layer.group_size}
+        choice = chooser.choose(QUANTIZED_MATMUL, {**key, "dtype": str(dtype).removeprefix("mlx.core.")})
+        chosen[f"{N}x{K} {layer.mode} {layer.bits}/{layer.group_size}"] = choice
+        if set(choice.by_rows) != {STOCK}:
+            replaced.append((path, new.of(layer, choice, factory)))
+    model.update_modules(tree_unflatten(replaced))
+    return chosen
+
+
+def _supported(layer: nn.Module, dtype: mx.Dtype) -> bool:
+    K = layer.weight.shape[-1] * 32 // layer.bits
+    x = mx.zeros((1, K), dtype)
+    return supported(x, layer.weight, layer.scales, group_size=layer.group_size, bits=layer.bits, mode=layer.mode)

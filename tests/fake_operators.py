@@ -1,0 +1,53 @@
+"""Operators for the chooser's tests: y = x wᵀ on the CPU, with variants that are slow, wrong, broken or that hang."""
+
+import os
+import time
+
+import mlx.core as mx
+
+
+class Fake:
+    def __init__(self, *variants: str, name: str = "fake", slow_stock: bool = False):
+        self.variants = self.one_order = variants
+        self.name = name
+        self.slow_stock = slow_stock
+        self.address = f"fake_operators:{'_'.join(variants)}"
+
+    def small(self, key):
+        return {**key, "N": 8}
+
+    def nbytes(self, key):
+        return 2**28
+
+    def tolerance(self, key):
+        return 1e-5
+
+    def inputs(self, key, rows, seed, exact):
+        x, w = mx.random.split(mx.random.key(seed))
+        return mx.random.normal((rows, key["K"]), key=x), mx.random.normal((key["N"], key["K"]), key=w)
+
+    def reference(self, inputs):
+        return inputs[0] @ inputs[1].T
+
+    def run(self, variant, inputs):
+        x, w = inputs
+        if variant == "slow" or (variant == "stock" and self.slow_stock):
+            time.sleep(0.02)
+        elif variant == "hangs":
+            time.sleep(3600)
+        elif variant == "broken":
+            raise RuntimeError("unknown type name 'bfloot'")
+        elif variant == "dies":
+            os._exit(3)
+        elif variant == "wrong":
+            return x @ w.T + (x.shape[0] == 4)
+        return x @ w.T
+
+
+quick = Fake("quick", slow_stock=True)
+slow = Fake("slow")
+wrong = Fake("wrong", slow_stock=True)
+hangs = Fake("hangs")
+broken = Fake("broken")
+dies = Fake("dies")
+hangs_quick = Fake("hangs", "quick", slow_stock=True)

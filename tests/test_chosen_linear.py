@@ -1,0 +1,96 @@
+"""Quantized layers of a model on the chosen kernels: the library's own launches, run by the simulator."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import msl
+import pytest
+
+from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
+from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
+from specmlx.kernels.linear import ChosenEmbedding, ChosenLinear, choose_kernels
+from specmlx.kernels.quantized_matmul import reference
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 64)
+        self.layers = [nn.Linear(64, 24, bias=True), nn.Linear(24, 64, bias=False)]
+
+    def __call__(self, ids):
+        return self.embed.as_linear(self.layers[0](self.embed(ids)) @ mx.ones((24, 64), self.embed.scales.dtype))
+
+
+def tiny(dtype=mx.bfloat16) -> Tiny:
+    model = Tiny()
+    model.set_dtype(dtype)
+    # Rows of 24 are no whole group: that layer stays as it is.
+    nn.quantize(model, group_size=64, bits=4, class_predicate=lambda _, m: m.weight.shape[-1] == 64)
+    return model
+
+
+def chooser(tmp_path, **outcome: float):
+    seconds = {n: {STOCK: 1.0, **outcome} for n in (1, 32)}
+    table = Table.read(tmp_path / "kernels.json", "Apple M99")
+    return Chooser(table=table, race=lambda *_: Outcome(seconds), available=True)
+
+
+def test_chosen_kernels_serve_few_rows_and_keep_the_parameters(tmp_path):
+    model, sim = tiny(), msl.Simulator()
+    before = dict(nn.utils.tree_flatten(model.parameters()))
+    ids = mx.array([[1, 5, 39]])
+    want = model(ids)
+    chosen = choose_kernels(model, mx.bfloat16, chooser(tmp_path, A=0.5), sim.metal_kernel)
+    assert {shape: str(choice) for shape, choice in chosen.items()} == {
+        "40x64 affine 4/64": "A",
+        "24x64 affine 4/64": "A",
+    }
+    assert (type(model.embed), type(model.layers[0]), type(model.layers[1])) == (
+        ChosenEmbedding,
+        ChosenLinear,
+        nn.Linear,
+    )
+    after = dict(nn.utils.tree_flatten(model.parameters()))
+    assert before.keys() == after.keys() and all(after[name] is before[name] for name in before)
+    got = model(ids)
+    assert got.dtype == want.dtype and got.shape == want.shape
+    # mlx's CPU kernel sums in bfloat16.
+    assert mx.abs(got - want).max().item() < 0.05 * mx.abs(want).max().item()
+    assert {r.name for r in sim.reports} >= {"specmlx_quantized_matmul_A"}
+
+
+def test_a_bias_is_added_and_many_rows_go_to_mlx(tmp_path):
+    layer = tiny().layers[0]
+    layer.bias = mx.arange(24).astype(mx.bfloat16)
+    sim = msl.Simulator()
+    model = nn.Sequential(layer)
+    choose_kernels(model, mx.bfloat16, chooser(tmp_path, A=0.5), sim.metal_kernel)
+    x = mx.random.normal((33, 64), key=mx.random.key(0)).astype(mx.bfloat16)
+    want = reference.quantized_matmul(x, layer.weight, layer.scales, layer.biases, group_size=64, bits=4) + layer.bias
+    assert mx.array_equal(model(x[:2]), want[:2])
+    launches = len(sim.reports)
+    assert launches and mx.array_equal(model(x), layer(x))
+    assert len(sim.reports) == launches
+
+
+@pytest.mark.parametrize("dtype, outcome", [(mx.bfloat16, {"A": 2.0}), (mx.float32, {"A": 0.5})])
+def test_layers_stay_where_stock_wins_or_there_is_no_kernel(tmp_path, dtype, outcome):
+    model = tiny(dtype)
+    choose_kernels(model, dtype, chooser(tmp_path, **outcome))
+    assert (type(model.embed), type(model.layers[0])) == (nn.QuantizedEmbedding, nn.QuantizedLinear)
+
+
+@pytest.mark.parametrize(
+    "mode, bits, group_size", [("affine", 4, 64), ("affine", 8, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)]
+)
+def test_what_is_raced_is_what_the_reference_takes(mode, bits, group_size):
+    key = {"N": 200, "K": 128, "mode": mode, "bits": bits, "group_size": group_size, "dtype": "bfloat16"}
+    small = QUANTIZED_MATMUL.small(key)
+    inputs = QUANTIZED_MATMUL.inputs(small, 3, seed=1, exact=True)
+    want = QUANTIZED_MATMUL.reference(inputs)
+    # In float32: in bfloat16 mlx's CPU kernel sums in bfloat16.
+    stock = QUANTIZED_MATMUL.run(STOCK, inputs._replace(x=inputs.x.astype(mx.float32)))
+    assert mx.abs(stock - want).max().item() < QUANTIZED_MATMUL.tolerance(key) * mx.abs(want).max().item()
+    timed = QUANTIZED_MATMUL.inputs(key, 3, seed=1, exact=False)
+    assert timed.w.shape == (200, 128 * bits // 32) and timed.w.nbytes == QUANTIZED_MATMUL.nbytes(key)
+    assert timed.scales.dtype == inputs.scales.dtype

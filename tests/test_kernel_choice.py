@@ -1,0 +1,163 @@
+"""The choice of kernels: real races in real child processes, of operators that misbehave."""
+
+import json
+
+import fake_operators
+import pytest
+from click.testing import CliRunner
+
+from specmlx.cli import main
+from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
+from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
+from specmlx.kernels.choice.race import race
+from specmlx.kernels.choice.table import entry_name
+
+KEY = {"N": 32, "K": 16}
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "kernels.json"
+
+
+def chooser(file, chip="Apple M99", **options):
+    def quick_race(operator, key):
+        return race(operator, key, seconds=2.0, rows=(1, 4, 32))
+
+    return Chooser(table=Table.read(file, chip), race=options.pop("race", quick_race), available=True, **options)
+
+
+def no_race(operator, key):
+    raise AssertionError(f"{operator.name} {key} is raced again")
+
+
+def test_the_fastest_correct_kernel_is_chosen_and_kept(file):
+    assert str(chooser(file).choose(fake_operators.quick, KEY)) == "quick"
+    assert str(chooser(file, race=no_race).choose(fake_operators.quick, KEY)) == "quick"
+
+
+def test_a_kernel_that_loses_the_race_leaves_stock(file):
+    choice = chooser(file).choose(fake_operators.slow, KEY)
+    assert [choice.variant(rows) for rows in (1, 8, 32, 33)] == [STOCK] * 4
+
+
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("wrong", "wrong by .* for 4 rows"),
+        ("broken", "unknown type name 'bfloot'"),
+        ("hangs", "hangs"),
+        ("dies", "with 3"),
+    ],
+)
+def test_a_kernel_that_misbehaves_is_dropped_with_one_warning(file, name, why):
+    with pytest.warns(UserWarning, match=f"kernel {name} of fake .* is not used on Apple M99: it .*{why}") as warned:
+        assert str(chooser(file).choose(getattr(fake_operators, name), KEY)) == STOCK
+    assert len(warned) == 1
+    assert str(chooser(file, race=no_race).choose(getattr(fake_operators, name), KEY)) == STOCK
+
+
+def test_a_kernel_that_hangs_does_not_take_the_others_with_it(file):
+    with pytest.warns(UserWarning, match="kernel hangs"):
+        assert str(chooser(file).choose(fake_operators.hangs_quick, KEY)) == "quick"
+
+
+@pytest.mark.parametrize("damage", ["cut", "of another version", "of another chip", "a list", "a string for seconds"])
+def test_a_table_that_can_not_be_used_is_made_anew(file, damage):
+    races = []
+
+    def counted(operator, key):
+        races.append(key)
+        return Outcome({32: {"quick": 1.0, STOCK: 2.0}})
+
+    chooser(file, race=counted).choose(fake_operators.quick, KEY)
+    text = file.read_text()
+    edited = {
+        "cut": text[: len(text) // 2],
+        "of another version": text.replace("specmlx ", "specmlx 0."),
+        "of another chip": text.replace("Apple M99", "Apple M1"),
+        "a list": "[]",
+        "a string for seconds": text.replace("1.0", '"soon"'),
+    }[damage]
+    assert edited != text
+    file.write_text(edited)
+    assert str(chooser(file, race=counted).choose(fake_operators.quick, KEY)) == "quick"
+    assert len(races) == 2
+    assert file.read_text() == text
+
+
+def test_row_counts_may_have_different_kernels_unless_consistent(file):
+    outcome = Outcome({1: {"quick": 3.0, STOCK: 1.0}, 4: {"quick": 1.0, STOCK: 2.0}, 32: {"quick": 4.0, STOCK: 9.0}})
+    choice = chooser(file, race=lambda *_: outcome).choose(fake_operators.quick, KEY)
+    assert str(choice) == "1: stock, 2-32: quick"
+    assert str(chooser(file, race=no_race, consistent=True).choose(fake_operators.quick, KEY)) == "quick"
+
+
+def test_consistent_leaves_out_kernels_whose_order_depends_on_the_rows(file):
+    operator = fake_operators.Fake("quick", "other")
+    operator.one_order = ("other",)
+    outcome = Outcome({1: {"quick": 1.0, "other": 2.0, STOCK: 3.0}})
+    assert str(chooser(file, race=lambda *_: outcome, consistent=True).choose(operator, KEY)) == "other"
+
+
+def test_consistent_without_a_kernel_warns(file):
+    with pytest.warns(UserWarning, match="consistent does not hold for fake"):
+        chooser(file, race=lambda *_: Outcome(), consistent=True).choose(fake_operators.quick, KEY)
+
+
+def test_everything_can_be_switched_off(file, monkeypatch):
+    monkeypatch.setenv("SPECMLX_KERNELS", "0")
+    assert str(chooser(file, race=no_race).choose(fake_operators.quick, KEY)) == STOCK
+    with pytest.raises(ValueError, match="SPECMLX_KERNELS=0"):
+        chooser(file, race=no_race, consistent=True).choose(fake_operators.quick, KEY)
+
+
+def test_an_operator_can_be_switched_off_for_good(file):
+    table = Table.read(file, "Apple M99")
+    table.off.append("fake")
+    table.write()
+    assert str(chooser(file, race=no_race).choose(fake_operators.quick, KEY)) == STOCK
+    file.write_text(file.read_text().replace("specmlx ", "specmlx 0."))
+    assert Table.read(file, "Apple M99").off == ["fake"]
+
+
+def test_a_table_that_can_not_be_written_is_no_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    outcome = Outcome({32: {"quick": 1.0, STOCK: 2.0}})
+    choice = chooser(tmp_path / "file" / "kernels.json", race=lambda *_: outcome).choose(fake_operators.quick, KEY)
+    assert str(choice) == "quick"
+
+
+def test_where_there_is_no_metal_device_mlx_serves():
+    assert (
+        str(Chooser(table=Table.read(chip="none"), race=no_race, available=False).choose(fake_operators.quick, KEY))
+        == STOCK
+    )
+
+
+def kernels(*args):
+    return CliRunner().invoke(main, ["kernels", *args])
+
+
+def test_the_command_shows_what_is_kept_and_switches_operators_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "No shape has been raced yet" in kernels().stdout
+    table = Table.read()
+    name = entry_name(QUANTIZED_MATMUL, KEY)
+    table.entries[name] = Outcome({1: {"A": 2e-6, STOCK: 1e-6}, 32: {"A": 1e-6, STOCK: 3e-6}}, {"V": "hangs"})
+    table.write()
+    shown = json.loads(kernels("--json").stdout)
+    assert shown["shapes"] == [
+        {
+            "operator": "quantized_matmul",
+            "shape": KEY,
+            "choice": STOCK,  # there is no Metal device
+            "microseconds": {"1": {"A": 2.0, STOCK: 1.0}, "32": {"A": 1.0, STOCK: 3.0}},
+            "dropped": {"V": "hangs"},
+        }
+    ]
+    assert "not V: it hangs" in kernels("--off", "quantized_matmul").stdout
+    assert Table.read().off == ["quantized_matmul"]
+    assert kernels("--on", "quantized_matmul").exit_code == 0 and Table.read().off == []
+    unknown = kernels("--off", "softmax")
+    assert (unknown.exit_code, unknown.stderr.count("\n")) == (2, 1) and "quantized_matmul" in unknown.stderr
