@@ -63,15 +63,22 @@ def case_weights(case: str) -> dict[str, mx.array]:
     """The tensors that this case's publisher puts in the file."""
     weights = golden_weights()
     plain = weights.pop("confidence_head.plain.weight")
-    dflash2 = {name: weights.pop(name) for name in list(weights) if "_conv." in name or "selector." in name}
-    if case == "dspark":
-        return weights
-    weights = {name: w for name, w in weights.items() if not name.startswith(("embed_tokens", "lm_head"))}
-    if case.startswith("dflash2"):
-        return {name: w for name, w in {**weights, **dflash2}.items() if not name.startswith(("markov", "confidence"))}
-    if case.startswith("dflash"):
-        return {name: w for name, w in weights.items() if not name.startswith(("markov", "confidence"))}
-    return {**weights, "confidence_head.proj.weight": plain}
+    tables = ("embed_tokens", "lm_head")
+    kept = {
+        "dflash": (),
+        "dflash2": ("conv.", "selector."),
+        "dspark": (*tables, "markov_w", "confidence"),
+        "dspark_yarn": ("markov_w", "confidence"),
+        "dspark_gated": (*tables, "markov_w", "gate_proj", "confidence"),
+        "dspark_rnn": (*tables, "markov_w", "joint_proj", "confidence"),
+    }[case if case.startswith("dspark") else case.split("_")[0]]
+    parts = (*tables, "_conv.", "selector.", "markov_head.", "confidence")
+    weights = {
+        name: w
+        for name, w in weights.items()
+        if not any(part in name for part in parts) or any(part in name for part in kept)
+    }
+    return {**weights, "confidence_head.proj.weight": plain} if case == "dspark_yarn" else weights
 
 
 def write_drafter(path: Path, config: dict, weights: dict[str, mx.array]) -> Path:

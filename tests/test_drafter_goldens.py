@@ -17,6 +17,8 @@ CASES = [
     "dflash2_causal_scaled",
     "dspark",
     "dspark_yarn",
+    "dspark_gated",
+    "dspark_rnn",
 ]
 
 

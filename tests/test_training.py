@@ -85,14 +85,15 @@ def one_by_one(drafter, target, terms: DraftLoss, ids, weights, anchors) -> floa
                 h_k = h[k if dspark else k + 1]
                 logits = drafter.logits(h_k)
                 if dspark:
-                    logits = logits + drafter.model.markov_head(mx.array(text[at]))
+                    head = drafter.model.markov_head
+                    logits = logits + head.markov_w2(head.markov_w1(mx.array(text[at])))
                 q = np.array(mx.softmax(logits), np.float64)
                 p = p_rows[at]
                 distance = np.abs(q - p).sum()
                 value = terms.l1 * distance - terms.token * np.log(q[text[at + 1]])
                 value -= terms.soft * (p * np.log(q)).sum()
                 if dspark and terms.confidence:
-                    w1 = drafter.model.markov_head.markov_w1(mx.array(text[at]))
+                    w1 = head.markov_w1(mx.array(text[at]))
                     c = 1 / (1 + np.exp(-drafter.model.confidence_head(h_k, w1).item()))
                     kept = 1 - distance / 2
                     value -= terms.confidence * (kept * np.log(c) + (1 - kept) * np.log(1 - c))

@@ -82,6 +82,8 @@ CASES = {
     ),
     "dspark": DEEPSPEC,
     "dspark_yarn": dict(DEEPSPEC, rope_parameters=YARN, confidence_head_with_markov=False),
+    "dspark_gated": dict(DEEPSPEC, markov_head_type="gated"),
+    "dspark_rnn": dict(DEEPSPEC, markov_head_type="rnn"),
 }
 
 
@@ -118,6 +120,11 @@ def random_weights() -> dict[str, torch.Tensor]:
             value = torch.randn(shape) / (1 if "codebook" in name else shape[-1] ** 0.5)
         # The files' names; z-lab's from_pretrained adds the .weight.
         weights[name.replace("codebook.weight", "codebook")] = value.half()
+    torch.manual_seed(3)
+    for case in ("dspark_gated", "dspark_rnn"):
+        parameters = Qwen3DSparkModel(qwen3_config(CASES[case])).named_parameters()
+        for name, shape in sorted((name, p.shape) for name, p in parameters if name not in weights):
+            weights[name] = (1.5 * torch.randn(shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 2)).half()
     return weights
 
 

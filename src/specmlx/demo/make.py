@@ -35,8 +35,8 @@ REVISIONS = (
 )
 # Drafters begin on the target as it was at one step, while it goes on learning, and end on the finished one.
 SNAPSHOT = 3000
-FIRST_STEPS = 900
-DRAFTER_STEPS = {"dflash": 1000, "dflash2": 500, "dspark": 1000, "mtp": 600}
+FIRST_STEPS = {"dflash": 900, "dspark": 900, "mtp": 600}
+DRAFTER_STEPS = {"dflash": 1000, "dflash2": 500, "dspark": 1000, "mtp": 1000}
 BATCH, LENGTH = 8, 256
 DRAFTER_LENGTH, ANCHORS = 128, 24
 # Until which step, row length, kinds. To copy a name is learned from one kind in a minute, from all not in an hour.
@@ -200,7 +200,7 @@ def train_drafter(kind: str, out: Path, work: Path, steps: int) -> BlockDrafter:
     else:
         drafter = build(config, load_target(work / "snapshot", dtype=mx.float32)[0])
         loss = draft_loss(drafter, drafter.target, LOSSES[kind])
-        schedule = Schedule(4e-3, FIRST_STEPS, constant=1.0)
+        schedule = Schedule(4e-3, FIRST_STEPS[kind], constant=1.0)
         _draft_lesson(drafter.model, loss, out / "target", work / f"{kind}-first", schedule)
         drafter = type(drafter)(drafter.model, target)
     loss = draft_loss(drafter, target, LOSSES[kind])
@@ -214,7 +214,8 @@ def train_mtp(out: Path, work: Path, steps: int) -> MTP:
     target = load_target(out / "target", dtype=mx.float32)[0]
     drafter = MTP(MTPHead(target.config), target)
     loss = mtp_loss(drafter, target, LOSSES["mtp"])
-    _draft_lesson(drafter.model, loss, out / "target", work / "mtp", Schedule(4e-3, steps, constant=0.2))
+    for name, count in (("mtp-first", FIRST_STEPS["mtp"]), ("mtp", steps)):
+        _draft_lesson(drafter.model, loss, out / "target", work / name, Schedule(4e-3, count, constant=0.2))
     return drafter
 
 

@@ -25,7 +25,13 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, D, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.rope = Rotary(self.head_dim, config.rope_theta, config.rope_scaling, config.max_position_embeddings)
+        self.rope = Rotary(
+            self.head_dim,
+            config.rope_theta,
+            config.rope_scaling,
+            config.max_position_embeddings,
+            interleaved=not config.rope_is_neox_style,
+        )
         # YaRN scales cos and sin of queries and keys alike, so their products by its square.
         self.scale = self.head_dim**-0.5 * self.rope.factor**2
 
@@ -80,6 +86,10 @@ class BlockTrunk(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [layer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.own_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     @property
     def dtype(self) -> mx.Dtype:

@@ -8,6 +8,7 @@ import mlx.core as mx
 from specmlx.drafters.block import BlockTrunk, Join
 from specmlx.drafters.context import SLACK, Context, Rows
 from specmlx.drafters.pairing import TargetSizes
+from specmlx.drafters.vocabulary import DraftVocabulary
 from specmlx.formats.identity import fingerprint
 from specmlx.state.kv import reserve, write
 
@@ -28,14 +29,16 @@ class BlockDrafter:
     `model` is the tree of the drafter's own weights; the pair is no module, so neither tree holds the other.
     """
 
-    def __init__(self, model: BlockTrunk, target: Target):
+    def __init__(self, model: BlockTrunk, target: Target, vocabulary: DraftVocabulary | None = None):
+        """`vocabulary`: what the rows of the model's own head stand for, where they are not the whole vocabulary."""
         self.model = model
         self.target = target
         self.config = model.config
         self.tap_ids = self.config.target_layer_ids
         self.max_width = self.config.max_width
-        # The head is run in the target's dtype, else its weights would be converted for every pass.
+        # The head is run in its own dtype, else its weights would be converted for every pass.
         self.target_dtype = target.embed_tokens(mx.zeros((1,), dtype=mx.int32)).dtype
+        self.vocabulary = vocabulary
 
     @cached_property
     def fingerprint(self) -> str:
@@ -94,11 +97,11 @@ class BlockDrafter:
     def block_embeddings(self, anchor: mx.array) -> mx.array:
         """Embeddings `[..., block, hidden]` of blocks that begin with the anchors `[...]`.
 
-        They are raw rows of the target's table, scaled; the mask token is a row like any other.
+        They are raw rows of the target's table or the drafter's own, scaled; the mask token is a row like any other.
         """
         masks = mx.full((*anchor.shape, self.config.block_size - 1), self.config.mask_token_id, dtype=mx.int32)
         ids = mx.concatenate([anchor[..., None].astype(mx.int32), masks], axis=-1)
-        x = self.target.embed_tokens(ids)
+        x = self.model.embed_tokens(ids) if self.config.own_embedding else self.target.embed_tokens(ids)
         return x if self.config.input_embedding_scale == 1 else x * self.config.input_embedding_scale
 
     def block_hidden(self, context: Context, anchor: mx.array) -> mx.array:
@@ -132,13 +135,25 @@ class BlockDrafter:
         return self.block_hidden(context, anchor)[:, first : first + width]
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Logits `[..., V]` of normed rows `[..., hidden]`: target's head, drafter's multiplier, soft cap."""
-        logits = self.target.lm_head(hidden.astype(self.target_dtype))
+        """Logits `[..., Vd]` of normed rows `[..., hidden]`: head, drafter's multiplier, soft cap.
+
+        The head is the drafter's own, its own table's, or the target's; what its rows stand for is `vocabulary`'s.
+        """
+        if self.config.own_head:
+            logits = self.model.lm_head(hidden)
+        elif self.config.own_embedding:
+            logits = self.model.embed_tokens.as_linear(hidden)
+        else:
+            logits = self.target.lm_head(hidden.astype(self.target_dtype))
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         if cap := self.config.final_logit_softcapping:
             logits = mx.tanh(logits / cap) * cap
         return logits
+
+    def widen(self, logits: mx.array) -> mx.array:
+        """Logits `[..., Vd]` over the target's vocabulary `[..., V]`."""
+        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
 
     def check_width(self, width: int) -> None:
         """Raises ValueError for a width outside 0..max_width."""

@@ -3,11 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from specmlx.drafters.packaging import unpacked
 from specmlx.drafters.rope import ROPE_TYPES, rope_type
 
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT_BLOCK = 16
+MARKOV_HEADS = ("vanilla", "gated", "rnn")
+DSPARK_NAMES = (["Qwen3DSparkModel"], ["DSparkDraftModel"], ["Lfm2DSparkDraftModel"])
+# How mlx names its own; the others are told by the tensors (see `formats.scaled`).
+QUANTIZATIONS = ("modelopt", "compressed-tensors", "fp8", "nvfp4")
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -20,6 +25,10 @@ class DrafterConfig:
     sample_from_anchor: whether the first of them, the anchor's, proposes the token after it (DSpark), or nothing
         and every other row the token at its own position (DFlash, DFlash 2).
     windows: each layer's sliding window, None where it attends to everything.
+    draft_vocab_size: rows of the drafter's own head, where it has one: fewer than vocab_size for a reduced vocabulary.
+    frozen_copies: whether the tables in its files are the target's own (deepseek-ai).
+    own_embedding, own_head: whether it has these tables itself; its embedding is then the head too, where it has none.
+    confidence_temperatures: what each slot's confidence logit is divided by.
     """
 
     kind: str
@@ -41,7 +50,12 @@ class DrafterConfig:
     is_causal: bool | None = None
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     max_position_embeddings: int | None = None
+    rope_is_neox_style: bool = True
     attention_bias: bool = False
+    draft_vocab_size: int | None = None
+    frozen_copies: bool = False
+    own_embedding: bool = False
+    own_head: bool = False
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
@@ -50,8 +64,10 @@ class DrafterConfig:
     selector_rank: int = 0
     selector_top_k: int = 0
     markov_rank: int = 0
+    markov_head_type: str = "vanilla"
     enable_confidence_head: bool | None = None
     confidence_head_with_markov: bool = True
+    confidence_temperatures: tuple[float, ...] | None = None
     quantization: dict[str, Any] | None = None
 
     @property
@@ -75,6 +91,7 @@ class DrafterConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "DrafterConfig":
         """Read a config.json. Raises ValueError, one line, for what is incomplete or not supported."""
+        config = unpacked(config)
         kind = kind_of(config)
         _refuse_variations(config, kind)
         lookup = _Lookup(config)
@@ -85,8 +102,9 @@ class DrafterConfig:
             raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
         depth = lookup("num_target_layers")
         block = lookup.size("block_size", None if kind == DSPARK else DEFAULT_BLOCK)
-        if kind != DSPARK and block < 2:
-            raise ValueError(f"block_size {block} is too small: DFlash proposes block_size - 1 tokens")
+        anchored = bool(lookup("sample_from_anchor", kind == DSPARK))
+        if not anchored and block < 2:
+            raise ValueError(f"block_size {block} is too small: it proposes block_size - 1 tokens")
         rope, theta = _rope(config)
         causal = config.get("is_causal")
         return cls(
@@ -99,18 +117,23 @@ class DrafterConfig:
             target_layer_ids=_taps(lookup, kind, depth, layers),
             windows=_windows(config, layers),
             rope_theta=theta,
-            sample_from_anchor=kind == DSPARK,
+            sample_from_anchor=anchored,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
             num_target_layers=depth,
             is_causal=lookup.nested.get("causal") if causal is None else causal,
             rope_scaling=rope,
             max_position_embeddings=config.get("max_position_embeddings"),
+            frozen_copies=config.get("architectures") == ["Qwen3DSparkModel"],
+            rope_is_neox_style=bool(lookup("rope_is_neox_style", True)),
+            draft_vocab_size=lookup.size("draft_vocab_size", sizes["vocab_size"]),
             attention_bias=bool(config.get("attention_bias", False)),
             input_embedding_scale=float(lookup("input_embedding_scale", 1.0)),
             output_multiplier=float(lookup("output_multiplier", 1.0)),
             final_logit_softcapping=lookup("final_logit_softcapping") or None,
             **(_selector(lookup, sizes) if kind == DFLASH2 else {}),
             markov_rank=lookup.size("markov_rank") if kind == DSPARK else 0,
+            markov_head_type=_markov(lookup),
+            confidence_temperatures=_temperatures(lookup, block if anchored else block - 1),
             enable_confidence_head=lookup("enable_confidence_head") if kind == DSPARK else False,
             confidence_head_with_markov=bool(lookup("confidence_head_with_markov", True)),
             quantization=config.get("quantization"),
@@ -121,16 +144,12 @@ def kind_of(config: dict[str, Any]) -> str:
     """The drafter's kind: DFLASH, DFLASH2 or DSPARK. Raises ValueError, one line, naming what it is instead."""
     nested = config.get("dflash_config") or {}
     names = config.get("architectures") or []
-    if algorithm := config.get("speculators_model_type") or config.get("speculators_config"):
-        raise ValueError(f"this is a speculators package ({_short(algorithm)}): not supported yet")
     if names == ["DFlash2DraftModel"] or (not names and "selector_rank" in nested):
         return DFLASH2
-    if "dspark_config" in config:
-        raise ValueError("this is a DSpark re-export with a dspark_config (NVFP4): not supported yet")
     if "block_size" not in config and any(key.startswith("dspark_") for key in config):
         raise ValueError("this is a language model with a DSpark head inside, no drafter: not supported yet")
     projector = nested.get("projector_type")
-    if projector == "dspark" or (projector is None and names in (["Qwen3DSparkModel"], ["DSparkDraftModel"])):
+    if projector == "dspark" or "dspark_config" in config or (projector is None and names in DSPARK_NAMES):
         return DSPARK
     if names == ["DFlashDraftModel"] and ("selector_rank" in nested or "conv_kernel_size" in nested):
         raise ValueError(
@@ -158,7 +177,7 @@ class _Lookup:
 
     def __init__(self, config: dict[str, Any]):
         self.config = config
-        self.nested = config.get("dflash_config") or {}
+        self.nested = config.get("dflash_config") or config.get("dspark_config") or {}
 
     def __call__(self, name: str, default: Any = None) -> Any:
         value = self.nested.get(name)
@@ -199,6 +218,22 @@ def _selector(lookup: _Lookup, sizes: dict[str, int]) -> dict[str, int]:
     return found
 
 
+def _markov(lookup: _Lookup) -> str:
+    if (head := lookup("markov_head_type", "vanilla")) not in MARKOV_HEADS:
+        raise ValueError(f"markov_head_type is {head!r}: specmlx knows {', '.join(MARKOV_HEADS)}")
+    return head
+
+
+def _temperatures(lookup: _Lookup, slots: int) -> tuple[float, ...] | None:
+    """Each slot's confidence temperature, if the head was calibrated."""
+    if (values := lookup("confidence_temperatures")) is None:
+        return None
+    good = isinstance(values, list) and all(isinstance(v, int | float) and v > 0 for v in values)
+    if not good or len(values) < slots:
+        raise ValueError(f"confidence_temperatures must be {slots} positive numbers, one a slot: config has {values!r}")
+    return tuple(map(float, values[:slots]))
+
+
 def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta", config.get("rope_theta"))
@@ -234,17 +269,13 @@ def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
 def _refuse_variations(config: dict[str, Any], kind: str) -> None:
     # Maths that we don't compute must not be passed over: the text would stay right, only acceptance falls.
     lookup = _Lookup(config)
-    vocab, drafted = config.get("vocab_size"), lookup("draft_vocab_size", config.get("vocab_size"))
-    markov = lookup("markov_head_type", "vanilla")
     scale, act = lookup("attention_value_scale", 1), config.get("hidden_act", "silu")
     other = None if "quantization" in config else config.get("quantization_config")
+    other = None if other and _short(other).lower() in QUANTIZATIONS else other
     variations = {
-        f"a reduced vocabulary (draft_vocab_size {drafted} of {vocab})": drafted != vocab,
-        f"the {markov!r} Markov head": kind == DSPARK and markov != "vanilla",
         "attention_sink_bias": lookup("attention_sink_bias"),
         f"attention_value_scale {scale}": scale != 1,
         "dflash_config.use_swa": lookup("use_swa"),
-        "interleaved rope (rope_is_neox_style false)": lookup("rope_is_neox_style") is False,
         "gated attention (enable_qwen35_gated_q_proj)": lookup("enable_qwen35_gated_q_proj"),
         "log_snr_conditioning": lookup("log_snr_conditioning"),
         f"hidden_act {act!r}": act != "silu",
@@ -256,5 +287,5 @@ def _refuse_variations(config: dict[str, Any], kind: str) -> None:
 
 def _short(value: Any) -> str:
     if isinstance(value, dict):
-        value = value.get("algorithm") or value.get("quant_method") or sorted(value)
+        value = value.get("quant_method") or sorted(value)
     return str(value)

@@ -15,5 +15,5 @@ class DFlash(BlockDrafter):
         self.check_width(width)
         if width == 0:
             return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
-        tokens, q = policy.draft(self.logits(self.slots_hidden(context, anchor, width)), 0)
+        tokens, q = policy.draft(self.widen(self.logits(self.slots_hidden(context, anchor, width))), 0)
         return Proposal(tokens, q)

@@ -37,13 +37,14 @@ class DFlash2(BlockDrafter):
         hidden = self.slots_hidden(context, anchor, width)
         logits = self.logits(hidden)
         unary, ids = selector.candidates(logits)
+        ids = ids if self.vocabulary is None else self.vocabulary.ids[ids]
         if policy.greedy:
             return Proposal(selector.path(hidden, unary, ids, anchor))
         previous, tokens, qs = anchor.astype(mx.int32)[:, None], [], []
         for slot in range(width):
             at = slice(slot, slot + 1)
             scores = selector.scores(hidden[:, at], unary[:, at], ids[:, at], previous[..., None])[..., 0, :]
-            everywhere = mx.full(logits[:, at].shape, -mx.inf)
+            everywhere = mx.full((*ids[:, at].shape[:2], self.config.vocab_size), -mx.inf)
             previous, q = policy.draft(mx.put_along_axis(everywhere, ids[:, at], scores, axis=-1), slot)
             tokens.append(previous)
             qs.append(q)

@@ -1,4 +1,4 @@
-"""Rotary positions of a block drafter: whole head, NeoX halves, any position for any row."""
+"""Rotary positions of a block drafter: whole head, NeoX halves or interleaved pairs, any position for any row."""
 
 import math
 from typing import Any
@@ -19,8 +19,16 @@ class Rotary:
     `factor` is what YaRN multiplies cos and sin by, else 1: the caller applies it.
     """
 
-    def __init__(self, dims: int, theta: float, scaling: dict[str, Any], max_positions: int | None = None):
+    def __init__(
+        self,
+        dims: int,
+        theta: float,
+        scaling: dict[str, Any],
+        max_positions: int | None = None,
+        interleaved: bool = False,
+    ):
         self.dims = dims
+        self.interleaved = interleaved
         self.factor = 1.0
         # The form that mx.fast.rope takes: a row at position p is turned by p / period.
         periods = [theta ** (i / dims) for i in range(0, dims, 2)]
@@ -41,7 +49,7 @@ class Rotary:
         rows = mx.fast.rope(
             x.reshape(B * T, H, 1, D),
             self.dims,
-            traditional=False,
+            traditional=self.interleaved,
             base=None,
             scale=1.0,
             offset=positions.reshape(-1),

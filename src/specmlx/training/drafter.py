@@ -123,7 +123,7 @@ def _slot_logits(drafter: BlockDrafter, model: BlockTrunk, h: mx.array, previous
     confidence = None
     if drafter.config.enable_confidence_head:
         confidence = model.confidence_head(h, model.markov_head.markov_w1(previous))
-    return logits + model.markov_head(previous), confidence
+    return logits + model.markov_head.block(previous, h), confidence
 
 
 def _choice(selector: CandidateSelector, h: mx.array, logits: mx.array, previous: mx.array, labels: mx.array):

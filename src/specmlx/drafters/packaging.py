@@ -1,0 +1,93 @@
+"""The speculators package's config.json, in the words of the other publishers."""
+
+from typing import Any
+
+ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
+_KEPT = (
+    "block_size",
+    "mask_token_id",
+    "draft_vocab_size",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "confidence_temperatures",
+    "quantization",
+    "quantization_config",
+)
+
+
+def unpacked(config: dict[str, Any]) -> dict[str, Any]:
+    """A speculators config.json as z-lab and DeepSpec would have written it; any other as it is.
+
+    Its layer ids count hidden states, of which the first is the embedding: k is the output of layer k - 1. Raises
+    ValueError, one line with the question that it leaves open, where publishers' readers disagree about what it says.
+    """
+    kind = config.get("speculators_model_type")
+    packaged = config.get("speculators_config") or {}
+    if kind is None and not packaged:
+        return config
+    kind = kind or packaged.get("algorithm")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"this is a speculators package of kind {kind!r}: specmlx loads {', '.join(ARCHITECTURES)}")
+    layers = config.get("transformer_layer_config")
+    if not isinstance(layers, dict):
+        raise ValueError("this speculators package has no transformer_layer_config: of what size are its layers?")
+    taps = config.get("aux_hidden_state_layer_ids")
+    if not isinstance(taps, list) or not taps or not all(isinstance(tap, int) for tap in taps):
+        raise ValueError(
+            f"this speculators package has aux_hidden_state_layer_ids {taps!r}: which of the target's layers feed it?"
+        )
+    if (other := config.get("target_hidden_size")) not in (None, layers.get("hidden_size")):
+        raise ValueError(
+            f"target_hidden_size is {other}, the layers' hidden_size {layers.get('hidden_size')}: not supported yet"
+        )
+    result = {**layers, **{name: config[name] for name in _KEPT if name in config}}
+    result |= {
+        "architectures": [ARCHITECTURES[kind]],
+        "target_layer_ids": [tap - 1 for tap in taps],
+        "sample_from_anchor": _sample_from_anchor(config, kind),
+        "is_causal": _is_causal(config, kind),
+    }
+    return result
+
+
+def _sample_from_anchor(config: dict[str, Any], kind: str) -> bool:
+    """Whether the anchor's row proposes: by the proposal count, else by the config's own word, else by the kind."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    count, block, said = (
+        methods[0].get("speculative_tokens"),
+        config.get("block_size"),
+        config.get("sample_from_anchor"),
+    )
+    counted = {0: True, 1: False}.get(block - count) if isinstance(count, int) and isinstance(block, int) else None
+    if None not in (counted, said) and counted != said:
+        raise ValueError(
+            f"sample_from_anchor is {said} but {count} tokens are proposed from blocks of {block}: "
+            "does the anchor's row propose a token?"
+        )
+    known = said if counted is None else counted
+    if known is None and kind == "dspark":
+        raise ValueError(
+            "this speculators package has neither sample_from_anchor nor a proposal count that tells: "
+            "does the anchor's row propose a token? (speculators says yes, vLLM no)"
+        )
+    return bool(known)
+
+
+def _is_causal(config: dict[str, Any], kind: str) -> bool | None:
+    """False where sliding layers are bidirectional like full ones; None where they are causal."""
+    bidirectional = config.get("sliding_window_non_causal")
+    if bidirectional is None:
+        types = config["transformer_layer_config"].get("layer_types") or []
+        if kind != "dflash2" and "sliding_attention" in types:
+            raise ValueError(
+                "this speculators package has sliding layers but no sliding_window_non_causal: "
+                "do rows of a block see the rows after them? (speculators says no, vLLM yes)"
+            )
+        bidirectional = True
+    return False if bidirectional else None

@@ -1,0 +1,62 @@
+"""A drafter's head over a part of the target's vocabulary."""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class DraftVocabulary:
+    """The target's ids `[Vd]` that the rows of a drafter's head stand for."""
+
+    def __init__(self, ids: mx.array, vocab_size: int):
+        """Raises ValueError unless the ids are all different and in 0..vocab_size - 1."""
+        found = ids.tolist()
+        if outside := [i for i in found if not 0 <= i < vocab_size]:
+            raise ValueError(f"the draft vocabulary has id {outside[0]}: the target's has {vocab_size}")
+        if len(set(found)) < len(found):
+            raise ValueError("the draft vocabulary has an id twice")
+        self.ids = ids.astype(mx.int32)
+        # The head's row of each of the target's ids; where there is none, the row behind the last.
+        places = mx.full((vocab_size,), len(found), dtype=mx.int32)
+        self._places = mx.put_along_axis(places, self.ids, mx.arange(len(found), dtype=mx.int32), axis=0)
+        mx.eval(self.ids, self._places)
+
+    def __len__(self) -> int:
+        return self.ids.size
+
+    def widen(self, logits: mx.array) -> mx.array:
+        """Logits `[..., Vd]` as `[..., V]`, -inf where there is no row."""
+        none = mx.full((*logits.shape[:-1], 1), -mx.inf, dtype=logits.dtype)
+        return mx.take(mx.concatenate([logits, none], axis=-1), self._places, axis=-1)
+
+
+def published_vocabulary(d2t: mx.array, t2d: mx.array | None, vocab_size: int) -> DraftVocabulary:
+    """The vocabulary of a file's `d2t` [Vd], offsets from draft to target ids, and `t2d` [V], which ids it has.
+
+    Raises ValueError where they disagree.
+    """
+    ids = d2t.astype(mx.int64) + mx.arange(d2t.size, dtype=mx.int64)
+    vocabulary = DraftVocabulary(ids, vocab_size)
+    if t2d is not None:
+        marked = [i for i, has in enumerate(t2d.astype(mx.bool_).tolist()) if has]
+        if marked != sorted(vocabulary.ids.tolist()):
+            raise ValueError("t2d and d2t disagree about the ids of the draft vocabulary: which of both is right?")
+    return vocabulary
+
+
+def take_rows(layer: nn.Linear | nn.Embedding, ids: mx.array) -> nn.Module:
+    """The head `[Vd, D]` that has the rows `ids` [Vd] of a head or of a tied table, quantized if that is.
+
+    Raises ValueError for a layer of another kind.
+    """
+    if not isinstance(layer, (nn.Linear, nn.Embedding, nn.QuantizedLinear, nn.QuantizedEmbedding)):
+        raise ValueError(f"can't take rows of a {type(layer).__name__}: a shortlist needs a plain or quantized head")
+    if isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+        rows = nn.QuantizedLinear(
+            layer.group_size, ids.size, bias=False, group_size=layer.group_size, bits=layer.bits, mode=layer.mode
+        )
+    else:
+        rows = nn.Linear(1, ids.size, bias=False)
+    for name in layer:
+        rows[name] = layer[name][ids]
+    mx.eval(rows.parameters())
+    return rows
