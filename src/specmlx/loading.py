@@ -37,7 +37,7 @@ def load(
     """Load a target and its tokenizer as mlx_lm.load does, and keep a drafter as `model.draft_model`.
 
     Args:
-        path_or_hf_repo: a directory, a Hub id, or "demo" (the embedded pair, the default).
+        path_or_hf_repo: a directory, a Hub id, a .gguf file beside its tokenizer, or "demo" (the embedded pair).
         draft_model: "auto" (what the target's config names, else its folder draft/, else none; nothing is downloaded
             for it), None, a path or Hub id, or a drafter.
         dtype: "float32", "bfloat16", "float16" or an mx.Dtype; default: the files' own, float32 for the demo.
@@ -56,6 +56,8 @@ def load(
         model_config=model_config,
         adapter_path=adapter_path,
     )
+    # A GGUF file is one of a directory.
+    path = path if path.is_dir() else path.parent
     if not any((path / name).is_file() for name in _TOKENIZERS):
         raise ValueError(f"{path} has no tokenizer ({', '.join(_TOKENIZERS)}): the download may be incomplete")
     tokenizer_config = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}

@@ -12,6 +12,7 @@ from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import SCALES, place
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.config import HybridConfig
+from specmlx.targets.gguf import gguf_files, load_gguf
 from specmlx.targets.hybrid import Model
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
@@ -47,8 +48,11 @@ def load_target(
     Hybrids are ours, any other model is mlx-lm's. Raises ValueError in one line for what mlx-lm does not know, and for
     missing, extra, corrupt or truncated weights.
     """
-    from mlx_lm.utils import _get_classes, load_adapters, load_model
+    from mlx_lm.utils import _get_classes, load_model
 
+    if files := gguf_files(path):
+        model, config = load_gguf(files)
+        return _finished(model, config, path, dtype, lazy, adapter_path), config
     config = read_config(path) | (model_config or {})
     check_target(config, path)
     hybrid = config["model_type"] in MODEL_TYPES
@@ -68,17 +72,24 @@ def load_target(
         raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}/config.json is not as mlx-lm reads it: {error!r}") from None
+    return _finished(model, config, path, dtype, lazy, adapter_path), config
+
+
+def _finished(
+    model: Any, config: dict[str, Any], path: Path, dtype: mx.Dtype | None, lazy: bool, adapter_path: str | None
+) -> Model | AnyLM:
     if adapter_path is not None:
-        model = _with_adapters(load_adapters, model, adapter_path)
+        model = _with_adapters(model, adapter_path)
     if dtype is not None:
         cast(model, dtype)
-    model.directory = Path(path)
     model.eval()
     if mx.default_device() == mx.cpu:
         column_major(model)
     if not lazy:
         mx.eval(model.parameters())
-    return model if hybrid else AnyLM(model, config), config
+    target = model if isinstance(model, Model) else AnyLM(model, config)
+    target.directory = path if path.is_dir() else path.parent
+    return target
 
 
 def _load_scaled(files: list[Path], config: dict[str, Any], strict: bool) -> Model:
@@ -103,7 +114,9 @@ def cast(model, dtype: mx.Dtype) -> None:
     model.update(tree_map_with_path(to, model.parameters()))
 
 
-def _with_adapters(load_adapters, model: Model, adapter_path: str) -> Model:
+def _with_adapters(model: Any, adapter_path: str) -> Any:
+    from mlx_lm.utils import load_adapters
+
     try:
         return load_adapters(model, adapter_path)
     except (OSError, RuntimeError, ValueError, KeyError, AttributeError, TypeError) as error:

@@ -1,0 +1,167 @@
+"""The header of a GGUF file (versions 2 and 3, little-endian), each number checked before it is used."""
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Name of a tensor's type, values in a block of it, bytes of a block.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    9: ("Q8_1", 32, 36),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    15: ("Q8_K", 256, 292),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_DEPTH = 4
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor in a file: `shape` with the fastest axis last, its blocks from `start` to `end`."""
+
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GGUF:
+    """What the header says: metadata and tensors by name."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def blocks(self, name: str) -> np.ndarray:
+        """A tensor's bytes `[blocks, bytes of a block]`, mapped."""
+        info = self.tensors[name]
+        size = next(size for kind, _, size in TYPES.values() if kind == info.kind)
+        return np.memmap(self.path, np.uint8, "r", info.start, (info.end - info.start,)).reshape(-1, size)
+
+
+def read_gguf(path: Path) -> GGUF:
+    """The header of a file. Raises ValueError, one line with the file's name, for what is no whole GGUF file."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as stream:
+            return _Reader(stream, size).read(path)
+    except (ValueError, OverflowError, UnicodeDecodeError, struct.error) as error:
+        raise ValueError(f"{path} is no whole GGUF file: {' '.join(str(error).split())[:200]}") from None
+
+
+class _Reader:
+    def __init__(self, stream: Any, size: int):
+        self.stream, self.size = stream, size
+
+    def read(self, path: Path) -> GGUF:
+        if self._bytes(4) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        if (version := self._number("I")) not in (2, 3):
+            raise ValueError(f"its version is {version}, not 2 or 3")
+        tensors, pairs = self._number("Q"), self._number("Q")
+        # A tensor's entry takes at least 24 bytes, a pair 13.
+        if tensors * 24 + pairs * 13 > self.size:
+            raise ValueError(
+                f"it says that it has {tensors} tensors and {pairs} pairs, which {self.size} bytes can't hold"
+            )
+        metadata = {}
+        for _ in range(pairs):
+            key = self._string()
+            metadata[key] = self._value(self._number("I"))
+        entries = [self._entry() for _ in range(tensors)]
+        align = metadata.get("general.alignment", 32)
+        if (
+            not isinstance(align, int)
+            or isinstance(align, bool)
+            or align < 1
+            or align & (align - 1)
+            or align > self.size
+        ):
+            raise ValueError(f"its alignment is {align!r}")
+        start = -(-self.stream.tell() // align) * align
+        return GGUF(path, metadata, self._placed(entries, start, align))
+
+    def _placed(self, entries: list, start: int, align: int) -> dict[str, TensorInfo]:
+        tensors: dict[str, TensorInfo] = {}
+        for name, shape, kind, offset in entries:
+            if kind not in TYPES:
+                raise ValueError(f"tensor {name} has type {kind}, which is none that is known")
+            title, values, size = TYPES[kind]
+            if not shape or shape[-1] % values:
+                raise ValueError(f"tensor {name} is {list(shape)}: {title} comes in rows of {values}")
+            first = start + offset
+            end = first + math.prod(shape) // values * size
+            if offset % align or end > self.size:
+                raise ValueError(f"tensor {name} would lie at {first} to {end} of {self.size} bytes: it may be cut")
+            if name in tensors:
+                raise ValueError(f"it has two tensors named {name}")
+            tensors[name] = TensorInfo(title, shape, first, end)
+        spans = sorted((info.start, info.end, name) for name, info in tensors.items())
+        for (_, end, one), (begin, _, other) in zip(spans, spans[1:], strict=False):
+            if begin < end:
+                raise ValueError(f"tensors {one} and {other} overlap")
+        return tensors
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, axes = self._string(), self._number("I")
+        if not 1 <= axes <= 4:
+            raise ValueError(f"tensor {name[:80]} has {axes} axes")
+        shape = tuple(self._number("Q") for _ in range(axes))[::-1]
+        if math.prod(shape) < 1 or math.prod(shape) > 8 * self.size:
+            raise ValueError(f"tensor {name[:80]} is {list(shape)}, which {self.size} bytes can't hold")
+        return name, shape, self._number("I"), self._number("Q")
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _NUMBERS:
+            return self._number(_NUMBERS[kind])
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY or depth == _DEPTH:
+            raise ValueError(f"a value has type {kind} at depth {depth}")
+        kind, length = self._number("I"), self._number("Q")
+        if length > self.size - self.stream.tell():
+            raise ValueError(f"an array has {length} values, more than the file has bytes")
+        if kind in _NUMBERS:
+            data = self._bytes(length * struct.calcsize(f"<{_NUMBERS[kind]}"))
+            return list(struct.unpack(f"<{length}{_NUMBERS[kind]}", data))
+        return [self._value(kind, depth + 1) for _ in range(length)]
+
+    def _string(self) -> str:
+        return self._bytes(self._number("Q")).decode()
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(f"<{form}", self._bytes(struct.calcsize(f"<{form}")))[0]
+
+    def _bytes(self, length: int) -> bytes:
+        if length > self.size - self.stream.tell():
+            raise ValueError(f"it ends at {self.size} bytes, in the middle of its header")
+        return self.stream.read(length)
