@@ -185,7 +185,11 @@ def test_charts_stay_in_their_frame():
     chart = lines("t", "x", "y", [("mean", [(1.0, 2.0), (50.0, 9.0)])], [(25.0, 4.0)])
     numbers = [float(n) for point in re.findall(r'points="([^"]+)"', chart) for n in re.split("[ ,]", point)]
     assert all(0 <= x <= 440 for x in numbers[::2]) and all(0 <= y <= 200 for y in numbers[1::2])
-    drawn = re.findall(r'width="([\d.]+)"', bars("t", [("a", 4.0, ""), ("b", 2.0, ""), ("c", 0.0, "")]))
+    wide = bars("t", [("a" * 30, 4.0, "100.0 % of 12"), ("b", 2.0, ""), ("c", 0.0, "")])
+    drawn = re.findall(r'width="([\d.]+)"', wide)
+    assert all(
+        float(x) + float(w) < 440 for x, w in re.findall(r'<rect class="bar" x="([\d.]+)".*? width="([\d.]+)"', wide)
+    )
     assert float(drawn[0]) == 2 * float(drawn[1]) and float(drawn[2]) <= 1
     assert "&lt;i&gt;" in bars("t", [("<i>", 1.0, "x")])
 

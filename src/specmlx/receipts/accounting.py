@@ -24,7 +24,7 @@ _TARGET = (
     (r"self_attn\.[qkv]_proj\.", "attention in-projection"),
     (r"self_attn\.o_proj\.", "attention out-projection"),
     (r"\.(mlp|shared_expert)\.", "MLP"),
-    (r"", "norms, conv taps, decays, others"),
+    (r"", "norms, conv taps, others"),
 )
 _DRAFTER = (
     (r"markov_w2\.", "Markov W2"),
@@ -146,7 +146,7 @@ def _states(model: Model, stats: Stats) -> Iterator[Moved]:
     yield Moved("GDN state, read and written", sum(layer.nbytes for layer in recurrent), 2 * stats.rounds)
     heads = config.layer_types.count(FULL) * config.num_key_value_heads * config.head_dim
     token = 2 * heads * recurrent[0].conv.dtype.size
-    yield Moved("keys and values of a token", token, stats.context + 2 * stats.rows)
+    yield Moved("keys and values", token, stats.context + 2 * stats.rows)
 
 
 def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
@@ -168,4 +168,4 @@ def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
     config, before = drafter.config, stats.context / stats.rounds
     seen = sum(before if window is None else min(before, window) for window in config.windows)
     row = 2 * config.num_key_value_heads * config.head_dim * drafter.model.dtype.size
-    yield Moved("keys and values of the drafter, a row", row, seen * stats.draft_passes)
+    yield Moved("drafter's keys and values", row, seen * stats.draft_passes)

@@ -6,7 +6,7 @@ from math import floor, log10
 
 WIDTH, HEIGHT = 440, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 12, 34
-_BAR, _GAP, _NAME = 16, 8, 170
+_BAR, _GAP, _LETTER = 16, 8, 6.2
 
 Points = Sequence[tuple[float, float]]
 
@@ -43,14 +43,15 @@ def lines(
 def bars(title: str, rows: Sequence[tuple[str, float, str]], most: float | None = None, kind: str = "bar") -> str:
     """Horizontal bars: (name, value, the value in words)."""
     most = most or max((value for _, value, _ in rows), default=0) or 1.0
-    room = WIDTH - _NAME - 90
+    left = 12 + _LETTER * max((len(name) for name, _, _ in rows), default=0)
+    room = WIDTH - left - 12 - _LETTER * max((len(words) for _, _, words in rows), default=0)
     parts = []
     for i, (name, value, words) in enumerate(rows):
         top = i * (_BAR + _GAP)
         width = max(value / most * room, 1.0)
-        parts.append(_text(_NAME - 8, top + _BAR - 4, name, "end"))
-        parts.append(f'<rect class="{kind}" x="{_NAME}" y="{top}" width="{width:.1f}" height="{_BAR}" rx="2"/>')
-        parts.append(_text(_NAME + width + 6, top + _BAR - 4, words, "start"))
+        parts.append(_text(left - 8, top + _BAR - 4, name, "end"))
+        parts.append(f'<rect class="{kind}" x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR}" rx="2"/>')
+        parts.append(_text(left + width + 6, top + _BAR - 4, words, "start"))
     return _svg(title, max(len(rows), 1) * (_BAR + _GAP), parts)
 
 
