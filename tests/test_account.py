@@ -8,6 +8,7 @@ from mlx.utils import tree_flatten
 from rig import EXPERTS, tiny
 
 import specmlx
+from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.formats.sizes import affine
 from specmlx.receipts import account, machine
 from specmlx.receipts.geometry import drafter_geometry
@@ -100,7 +101,20 @@ def test_a_drafter_is_read_with_the_head_once_a_proposal_and_where_it_observes(n
     assert groups["draft keys and values"].total == pair * (2 + 3)
     assert groups["draft context projection"].times == 3
     if name == "demo/dspark":
-        assert groups["Markov W2"].times == 14
+        assert groups["Markov head"].times == 14
+
+
+def test_an_mtp_head_is_read_with_the_head_once_a_slot():
+    model = tiny()
+    drafter = MTP(MTPHead(model.config), model)
+    groups = moved(account(model, STATS, drafter=drafter))
+    assert groups["LM head, for the drafter"].total == 14 * model.language_model.lm_head.weight.nbytes
+    fc, layer = drafter.model.fc.weight.nbytes, drafter.model.layers[0]
+    pair = layer.self_attn.k_proj.weight.nbytes + layer.self_attn.v_proj.weight.nbytes
+    everything = sum(x.nbytes for _, x in tree_flatten(drafter.model.parameters()))
+    assert groups["draft context projection"].total == fc * (14 + 3)
+    assert groups["draft keys and values"].total == pair * (14 + 3)
+    assert groups["draft layers"].total == (everything - fc - pair) * 14
 
 
 def test_plain_decoding_moves_no_drafter():

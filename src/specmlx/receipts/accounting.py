@@ -8,6 +8,7 @@ from typing import Any
 from mlx.utils import tree_flatten
 
 from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter
 from specmlx.receipts.machine import Bandwidth, known_bandwidth
 from specmlx.speculation.stats import Stats
@@ -26,12 +27,16 @@ _TARGET = (
     (r"\.(mlp|shared_expert)\.", "MLP"),
     (r"", "norms, conv taps, others"),
 )
+TABLES, MARKOV, OWN_TABLE, OWN_HEAD = "gathered tables", "Markov head", "draft embedding", "draft head"
+CONTEXT, KEYS, LAYERS = "draft context projection", "draft keys and values", "draft layers"
 _DRAFTER = (
-    (r"markov_w2\.", "Markov W2"),
-    (r"markov_w1\.|_codebook$", "gathered tables"),
-    (r"(^|\.)fc\.", "draft context projection"),
-    (r"self_attn\.[kv]_proj\.", "draft keys and values"),
-    (r"", "draft layers"),
+    (r"markov_w1\.|_codebook", TABLES),
+    (r"embed_tokens\.", OWN_TABLE),
+    (r"markov_head\.", MARKOV),
+    (r"lm_head\.", OWN_HEAD),
+    (r"(^|\.)fc\.", CONTEXT),
+    (r"self_attn\.[kv]_proj\.", KEYS),
+    (r"", LAYERS),
 )
 
 
@@ -150,22 +155,27 @@ def _states(model: Model, stats: Stats) -> Iterator[Moved]:
 
 
 def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
-    head = grouped(model, _TARGET)
-    yield Moved("LM head, for the drafter", head[HEAD] or head[EMBEDDING], stats.draft_passes)
-    if not isinstance(drafter, BlockDrafter):
+    passes, rounds, slots = stats.draft_passes, stats.rounds, stats.proposed
+    if isinstance(drafter, MTP):
+        # One layer, run once a slot.
+        times = {CONTEXT: slots + rounds, KEYS: slots + rounds, LAYERS: slots}
+        heads, window, dtype = slots, (None,), drafter.model.norm.weight.dtype
+    elif isinstance(drafter, BlockDrafter):
+        times = {CONTEXT: rounds, KEYS: passes + rounds, LAYERS: passes, MARKOV: slots, OWN_HEAD: passes}
+        heads, window, dtype = passes, drafter.config.windows, drafter.model.dtype
+    else:
         return
     nbytes = grouped(drafter.model, _DRAFTER)
-    times = {
-        "Markov W2": stats.proposed,
-        "gathered tables": 0,
-        "draft context projection": stats.rounds,
-        "draft keys and values": stats.draft_passes + stats.rounds,
-        "draft layers": stats.draft_passes,
-    }
-    for label, size in nbytes.items():
-        yield Moved(label, size, times[label])
+    if not nbytes[OWN_HEAD] and nbytes[OWN_TABLE]:
+        # Its own table is its head.
+        yield Moved(OWN_HEAD, nbytes[OWN_TABLE], heads)
+    elif not nbytes[OWN_HEAD]:
+        head = grouped(model, _TARGET)
+        yield Moved("LM head, for the drafter", head[HEAD] or head[EMBEDDING], heads)
+    for label, count in times.items():
+        yield Moved(label, nbytes[label], count)
     # Rows that a draft pass looks back at: all, or a window's.
-    config, before = drafter.config, stats.context / stats.rounds
-    seen = sum(before if window is None else min(before, window) for window in config.windows)
-    row = 2 * config.num_key_value_heads * config.head_dim * drafter.model.dtype.size
-    yield Moved("drafter's keys and values", row, seen * stats.draft_passes)
+    config, before = drafter.model.config, stats.context / rounds
+    seen = sum(before if rows is None else min(before, rows) for rows in window)
+    row = 2 * config.num_key_value_heads * config.head_dim * dtype.size
+    yield Moved("drafter's keys and values", row, seen * heads)

@@ -12,6 +12,8 @@ import specmlx
 import specmlx.kernels
 from specmlx.formats.sizes import affine
 from specmlx.kernels.backend import metal_factory
+from specmlx.kernels.choice import Chooser
+from specmlx.kernels.choice.operators import OPERATORS
 from specmlx.receipts.chips import chip_named
 from specmlx.receipts.machine import Bandwidth, Machine, known_bandwidth, measure_bandwidth, this_machine
 from specmlx.receipts.parity import total, verdicts
@@ -124,9 +126,17 @@ def _limits(info: dict[str, Any]) -> dict[str, int]:
 
 
 def _kernels() -> dict[str, str]:
-    chosen = "Metal kernel" if metal_factory() else "mlx operations"
+    """By the folders that hold a kernel: which of them run here, and what races have decided."""
+    chooser = Chooser()
+    raced = {operator.name: operator for operator in OPERATORS}
     folders = Path(specmlx.kernels.__file__).parent.iterdir()
-    return {folder.name: chosen for folder in sorted(folders) if any(folder.glob("*.metal"))}
+    found = {}
+    for name in (folder.name for folder in sorted(folders) if any(folder.glob("*.metal"))):
+        found[name] = "Metal kernel" if metal_factory() else "mlx's own operations"
+        if name in raced and metal_factory():
+            shapes = sum(known == name for known, _ in chooser.table.keys())
+            found[name] = chooser.off(raced[name]) or f"{shapes} shapes raced against stock mlx (specmlx kernels)"
+    return found
 
 
 def _hub_cache() -> HubCache:
