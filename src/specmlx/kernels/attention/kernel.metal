@@ -9,9 +9,10 @@ constexpr int STRIDE = KB + 8;  // rows a quarter of the banks apart
 // Elements of a key that a lane loads at once: 16 bytes, or less where 8 lanes of them don't divide the head.
 constexpr int MOST = 128 / BITS;
 constexpr int E = D % (8 * MOST) == 0 ? MOST : D % (4 * MOST) == 0 ? MOST / 2 : D % (2 * MOST) == 0 ? MOST / 4 : 4;
-constexpr int KEY_BYTES = E * BITS / 8;
-constexpr int VALUE_BYTES = 2 * NC * BITS / 8;
 constexpr int SUB = E < 8 ? E : 8;
+constexpr int KEY_BYTES = E * BITS / 8;
+constexpr int QUERY_BYTES = SUB * sizeof(T);
+constexpr int VALUE_BYTES = 2 * NC * BITS / 8;
 constexpr int ROW_BYTES = D * BITS / 8;
 
 threadgroup float scores[RT * 8 * STRIDE];
@@ -72,13 +73,17 @@ for (int block = block0; block < end; block += KB) {
             if (FORMAT == INT8) {
                 key_scale = key_scale * float2(float(key_scales[key_a]), float(key_scales[key_b]));
             }
-            const device uchar* bytes = (const device uchar*)keys;
+            // Slot `row` of step i is element i of this lane's granule: 8 lanes share a key and load its line.
+            const device uchar* bytes_a = (const device uchar*)keys + key_a * ROW_BYTES + row * KEY_BYTES;
+            const device uchar* bytes_b = (const device uchar*)keys + key_b * ROW_BYTES + row * KEY_BYTES;
+            Words<KEY_BYTES> next_a = load_words<KEY_BYTES>(bytes_a), next_b = load_words<KEY_BYTES>(bytes_b);
             for (int d0 = 0; d0 < D; d0 += 8 * E) {
-                // Slot `row` of step i is element i of this lane's granule: 8 lanes share a key and load its line.
                 const int d = d0 + row * E;
-                uint words_a[(KEY_BYTES + 3) / 4], words_b[(KEY_BYTES + 3) / 4];
-                load_words<KEY_BYTES>(bytes + key_a * ROW_BYTES + d * BITS / 8, words_a);
-                load_words<KEY_BYTES>(bytes + key_b * ROW_BYTES + d * BITS / 8, words_b);
+                const Words<KEY_BYTES> words_a = next_a, words_b = next_b;
+                if (d0 + 8 * E < D) {
+                    next_a = load_words<KEY_BYTES>(bytes_a + (d0 / E + 8) * KEY_BYTES);
+                    next_b = load_words<KEY_BYTES>(bytes_b + (d0 / E + 8) * KEY_BYTES);
+                }
                 float2 step = float2(1, 1), bias = float2(0, 0);
                 if (FORMAT == AFFINE) {
                     const size_t at_a = key_a * (D / GROUP) + d / GROUP, at_b = key_b * (D / GROUP) + d / GROUP;
@@ -101,19 +106,13 @@ for (int block = block0; block < end; block += KB) {
                         const int r = min(8 * rt + row, ROWS - 1);
                         const size_t q_row = size_t(b * Hq + group * G + r % G) * L + r / G;
                         const device T* q_at = q + q_row * D + d0 + column * E + i0;
-                        float2 a[SUB];
-                        MLX_MTL_PRAGMA_UNROLL
-                        for (int i = 0; i < SUB; i += 4) {
-                            const vec<T, 4> x = *(const device vec<T, 4>*)(q_at + i);
-                            const vec<T, 4> y = *(const device vec<T, 4>*)(q_at + E + i);
-                            a[i] = float2(float(x.x), float(y.x));
-                            a[i + 1] = float2(float(x.y), float(y.y));
-                            a[i + 2] = float2(float(x.z), float(y.z));
-                            a[i + 3] = float2(float(x.w), float(y.w));
-                        }
+                        const Words<QUERY_BYTES> x = load_words<QUERY_BYTES>((const device uchar*)q_at);
+                        const Words<QUERY_BYTES> y = load_words<QUERY_BYTES>((const device uchar*)(q_at + E));
                         MLX_MTL_PRAGMA_UNROLL
                         for (int i = 0; i < SUB; i++) {
-                            multiply_add(sum[rt], a[i], k[i]);
+                            const float2 a = float2(
+                                element<PLAIN, 8 * sizeof(T), T>(x, i), element<PLAIN, 8 * sizeof(T), T>(y, i));
+                            multiply_add(sum[rt], a, k[i]);
                         }
                     }
                 }
@@ -174,11 +173,15 @@ for (int block = block0; block < end; block += KB) {
         }
     }
     const int d = 8 * NC * simd + column * NC;
+    const device uchar* bytes = (const device uchar*)values + d * BITS / 8;
+    Words<VALUE_BYTES> next = load_words<VALUE_BYTES>(bytes + (first_key + min(block + row, end - 1)) * ROW_BYTES);
     for (int kt = 0; kt < KB / 8 && block + 8 * kt < end; kt++) {
         const int key = block + 8 * kt + row;
         const size_t at = first_key + min(key, end - 1);
-        uint words[(VALUE_BYTES + 3) / 4];
-        load_words<VALUE_BYTES>((const device uchar*)values + at * ROW_BYTES + d * BITS / 8, words);
+        const Words<VALUE_BYTES> words = next;
+        if (kt + 1 < KB / 8 && block + 8 * kt + 8 < end) {
+            next = load_words<VALUE_BYTES>(bytes + (first_key + min(key + 8, end - 1)) * ROW_BYTES);
+        }
         float step = 1, bias = 0;
         if (FORMAT == AFFINE) {
             step = float(value_scales[at * (D / GROUP) + d / GROUP]);

@@ -1,5 +1,10 @@
 // Loads and decoding of keys and values, and one step of the 8 x 8 matrix unit, in registers.
 
+template <int BYTES>
+struct Words {
+    uint at[(BYTES + 3) / 4];
+};
+
 enum Format {
     PLAIN = 0,   // T as it is
     INT8 = 1,    // one scale for a token and head: it is applied to the score, or to the value's weight
@@ -23,26 +28,28 @@ inline bool sees(int position, int key) {
 }
 
 // BYTES from an address that is a multiple of them (of 16 where there are more), in one load of at most 16 bytes each.
-template <int BYTES, typename P>
-inline void load_words(const device P* address, thread uint (&words)[(BYTES + 3) / 4]) {
+template <int BYTES>
+inline Words<BYTES> load_words(const device uchar* address) {
+    Words<BYTES> words;
     if (BYTES >= 16) {
         MLX_MTL_PRAGMA_UNROLL
         for (int i = 0; i < BYTES / 16; i++) {
             const uint4 four = ((const device uint4*)address)[i];
-            words[4 * i] = four.x;
-            words[4 * i + 1] = four.y;
-            words[4 * i + 2] = four.z;
-            words[4 * i + 3] = four.w;
+            words.at[4 * i] = four.x;
+            words.at[4 * i + 1] = four.y;
+            words.at[4 * i + 2] = four.z;
+            words.at[4 * i + 3] = four.w;
         }
     } else if (BYTES == 8) {
         const uint2 two = *(const device uint2*)address;
-        words[0] = two.x;
-        words[1] = two.y;
+        words.at[0] = two.x;
+        words.at[1] = two.y;
     } else if (BYTES == 4) {
-        words[0] = *(const device uint*)address;
+        words.at[0] = *(const device uint*)address;
     } else {
-        words[0] = *(const device ushort*)address;
+        words.at[0] = *(const device ushort*)address;
     }
+    return words;
 }
 
 inline float as_float(uint bits, float) { return as_type<float>(bits); }
@@ -50,9 +57,9 @@ inline float as_float(uint bits, half) { return float(as_type<half>(ushort(bits)
 inline float as_float(uint bits, bfloat) { return float(as_type<bfloat>(ushort(bits))); }
 
 // Element i of what `load_words` read; a code of the affine format still lacks its scale and bias.
-template <int FORMAT, int BITS, typename T, int W>
-inline float element(thread const uint (&words)[W], int i) {
-    const uint bits = words[i * BITS / 32] >> (i * BITS % 32);
+template <int FORMAT, int BITS, typename T, int BYTES>
+inline float element(thread const Words<BYTES>& words, int i) {
+    const uint bits = words.at[i * BITS / 32] >> (i * BITS % 32);
     if (FORMAT == PLAIN) {
         return as_float(bits, T(0));
     }

@@ -7,14 +7,12 @@ inline Best shuffled(Best best, ushort lane) {
     return other;
 }
 
-// Take in one value from every lane. Few get past the K-th best, so the list takes them one at a time.
+// Take in one value from every lane; `least` is the K-th best so far. Few get past it, so the list takes them one at a
+// time.
 template <int K>
-inline void offer(thread Best& list, Best mine, int lane) {
-    while (true) {
-        const int from = simd_min(better(mine, shuffled(list, K - 1)) ? lane : 32);
-        if (from == 32) {
-            return;
-        }
+inline void offer(thread Best& list, thread Best& least, Best mine, int lane) {
+    while (simd_any(better(mine, least))) {
+        const int from = simd_min(better(mine, least) ? lane : 32);
         const Best next = shuffled(mine, ushort(from));
         if (lane == from) {
             mine = nothing();
@@ -23,5 +21,6 @@ inline void offer(thread Best& list, Best mine, int lane) {
         if (!better(list, next)) {
             list = lane == 0 || better(above, next) ? next : above;
         }
+        least = shuffled(list, K - 1);
     }
 }

@@ -8,11 +8,16 @@ threadgroup Best lists[THREADS / 32 * K];
 
 const int first = segment * SEGMENT;
 const int last = min(first + SEGMENT, V);
-Best list = nothing();
+Best list = nothing(), least = nothing();
 // All lanes go round equally often: offers are made together.
 for (int v0 = first + 32 * W * simd; v0 < last; v0 += W * THREADS) {
     const int v = v0 + W * lane;
     const float4 logit = load_values<W>(logits + row * V + min(v, V - W));
+    // Most of the time none of them all is good enough: one look for 32 W logits.
+    const float most = W == 1 ? logit.x : max(max(logit.x, logit.y), max(logit.z, logit.w));
+    if (!simd_any(most >= least.value)) {
+        continue;
+    }
     MLX_MTL_PRAGMA_UNROLL
     for (int i = 0; i < W; i++) {
         Best mine = nothing();
@@ -20,7 +25,7 @@ for (int v0 = first + 32 * W * simd; v0 < last; v0 += W * THREADS) {
             mine.value = logit[i];
             mine.id = v + i;
         }
-        offer<K>(list, mine, lane);
+        offer<K>(list, least, mine, lane);
     }
 }
 if (lane < K) {
@@ -33,7 +38,7 @@ if (simd == 0) {
         if (i + lane < THREADS / 32 * K) {
             mine = lists[i + lane];
         }
-        offer<K>(list, mine, lane);
+        offer<K>(list, least, mine, lane);
     }
     if (lane < K) {
         const size_t at = (row * threadgroups_per_grid.y + segment) * K + lane;
