@@ -239,3 +239,29 @@ def test_scales_outside_the_matrix_operations_give_the_rounded_product(name):
         y = kernels.quantized_matmul(x, *packed, **format, kernel=sim.metal_kernel, variant="B")
         assert_rounded(y, x, reference.dense(*packed, **format))
         assert sim.last.buffers["w"].reads == (1 if M <= 16 else 2)
+
+
+@pytest.mark.parametrize("name", ["affine4g64", "affine8g32", "nvfp4", "fp8"])
+@pytest.mark.parametrize("variant", ["A", "AX"])
+def test_gate_and_up_in_one_pass_have_the_bits_of_two_passes(name, variant):
+    sim = Simulator()
+    for M, N, K in [(3, 40, 576), (16, 13, 192), (20, 96, 320)]:
+        (gate, format), (up, _) = weights(name, (N, K)), weights(name, (N, K), seed=5)
+        x, scale = inputs(M, K) / 16, format.pop("tensor_scale", None)
+        run = {"kernel": sim.metal_kernel, "variant": variant, **format}
+        y = kernels.gated_quantized_matmul(x, (*gate, scale), (*up, 0.1), **run)
+        g = kernels.quantized_matmul(x, *gate, tensor_scale=scale, **run)
+        u = kernels.quantized_matmul(x, *up, tensor_scale=0.1, **run)
+        sigmoid = mx.array((1 / (1 + np.exp(-float64(g)))).astype(np.float32)).astype(g.dtype)
+        expected = (g * sigmoid) * u
+        assert np.array_equal(bits_of(y), bits_of(expected))
+
+
+def test_a_residual_is_added_to_the_rounded_product():
+    sim = Simulator()
+    packed, format = weights("affine4g64", (40, 192))
+    for M, variant in [(3, "A"), (17, "AX"), (2, "V"), (9, "B")]:
+        x, residual = inputs(M, 192), inputs(M, 40, seed=3)
+        run = {"kernel": sim.metal_kernel, "variant": variant, **format}
+        y = kernels.quantized_matmul(x, *packed, residual=residual, **run)
+        assert np.array_equal(bits_of(y), bits_of(kernels.quantized_matmul(x, *packed, **run) + residual))

@@ -1,6 +1,7 @@
 """Few rows times a packed matrix: every packed word read once for up to 16 rows."""
 
 from specmlx.kernels.quantized_matmul.metal import (
+    gated_quantized_matmul,
     gather_quantized_matmul,
     order_and_sum_rows,
     order_rows,
@@ -8,4 +9,11 @@ from specmlx.kernels.quantized_matmul.metal import (
     supported,
 )
 
-__all__ = ["gather_quantized_matmul", "order_and_sum_rows", "order_rows", "quantized_matmul", "supported"]
+__all__ = [
+    "gated_quantized_matmul",
+    "gather_quantized_matmul",
+    "order_and_sum_rows",
+    "order_rows",
+    "quantized_matmul",
+    "supported",
+]

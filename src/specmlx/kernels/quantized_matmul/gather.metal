@@ -18,10 +18,11 @@ for (uint m = 0; m < TILES; ++m) {
   x_row[m] = rows[m0 + min(8 * m + slot, M - 1)] * K;
 }
 float2 y[4 * TILES];
-const size_t matrix = size_t(expert) * N, groups = K / GROUP;
-multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, false>(
-    y, w + matrix * (K / 16 * BITS / 2), scales + matrix * groups, biases + matrix * groups, x, x_row, N, K, n0, shared,
-    simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
-merge<T, TILES>(
-    y, tensor_scale[0] * decoded_rest<MODE>(), out + m0 * N, M, N, n0, shared, simdgroup_index_in_threadgroup,
+const size_t first = size_t(expert) * N, groups = K / GROUP;
+const auto matrix = matrix_of(w + first * (K / 16 * BITS / 2), scales + first * groups, biases + first * groups);
+multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, false, false>(
+    y, matrix, matrix, x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
+    thread_index_in_simdgroup);
+merge<T, TILES, false, false>(
+    y, float2(tensor_scale[0] * decoded_rest<MODE>()), out + m0 * N, x, M, N, n0, shared, simdgroup_index_in_threadgroup,
     simdgroups_per_threadgroup, thread_index_in_simdgroup);

@@ -29,7 +29,7 @@ METAL_FUNC void multiply_groups(
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     stage<AFFINE>(
-        scales, biases, size_t(n0) * groups, min(32u, N - n0), groups, start / GROUP, (end - start) / GROUP, shared, stride,
+        scales, biases, size_t(n0) * groups, min(32u, N - n0), groups, start / GROUP, (end - start) / GROUP, shared, 0, stride,
         32 * simdgroup + lane_index, 32 * split);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint first = start / 64 + simdgroup * count / split, last = start / 64 + (simdgroup + 1) * count / split;

@@ -9,6 +9,6 @@ float2 y[4 * TILES];
 multiply_groups<T, BITS, GROUP, TILES, SHARED>(
     y, w, scales, biases, ordered_x, x_sums, tile, N, K, n0, shared, simdgroup_index_in_threadgroup,
     simdgroups_per_threadgroup, thread_index_in_simdgroup);
-merge<T, TILES>(
-    y, decoded_unit<AFFINE>(), out + m0 * N, M, N, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
+merge<T, TILES, false, false>(
+    y, float2(decoded_unit<AFFINE>()), out + m0 * N, x, M, N, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
     thread_index_in_simdgroup);

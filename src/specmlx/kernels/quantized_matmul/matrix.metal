@@ -72,31 +72,64 @@ template <bool ORDERED, int SLOT, typename X> METAL_FUNC uint4 load_x(X x, uint 
   }
 }
 
+// Where the rows of x that a lane reads begin: rows m0..m0 + M of [rows, K], or their tiles in the order of the lanes.
+template <bool ORDERED, int TILES>
+METAL_FUNC void find_rows(thread uint* x_row, uint m0, uint M, uint rows, uint K, uint lane_index) {
+#pragma clang loop unroll(full)
+  for (uint m = 0; m < TILES; ++m) {
+    if constexpr (ORDERED) {
+      x_row[m] = min(m0 + 8 * m, (rows - 1) / 8 * 8) * ((K + 63) / 64 * 64);
+    } else {
+      x_row[m] = (m0 + min(8 * m + lane_map(lane_index).slot, M - 1)) * K;
+    }
+  }
+}
+
+// Packed rows and what belongs to them.
+template <typename W, typename S> struct Matrix {
+  W w;
+  S scales, biases;
+};
+
+template <typename W, typename S> METAL_FUNC Matrix<W, S> matrix_of(W w, S scales, S biases) {
+  Matrix<W, S> matrix;
+  matrix.w = w;
+  matrix.scales = scales;
+  matrix.biases = biases;
+  return matrix;
+}
+
 // 32 rows of w [N, K] from row n0 times 8 TILES rows of x, whose elements begin at x_row; `split` simdgroups share K.
+// PAIRED: 16 rows of `one` and the same 16 of `two`, else `two` isn't read.
 // In which order a row's products are added follows from the format, K and split alone.
-template <typename T, int MODE, int BITS, int GROUP, int TILES, int SHARED, bool WHOLE, bool ORDERED, typename W, typename S, typename X>
+template <
+    typename T, int MODE, int BITS, int GROUP, int TILES, int SHARED, bool WHOLE, bool ORDERED, bool PAIRED, typename W,
+    typename S, typename X>
 METAL_FUNC void multiply_rows(
-    thread float2* y, W w, S scales, S biases, X x, thread const uint* x_row, uint N, uint K, uint n0,
+    thread float2* y, Matrix<W, S> one, Matrix<W, S> two, X x, thread const uint* x_row, uint N, uint K, uint n0,
     threadgroup uint* shared, uint simdgroup, uint split, uint lane_index) {
+  constexpr uint ROWS = PAIRED ? 16 : 32;
   constexpr uint SLOT = slot_weights<BITS>(), BLOCK = 8 * SLOT, WORDS = SLOT * BITS / 32;
   constexpr uint STAGED = SHARED / (MODE == AFFINE ? 32 : 8), CHUNK = MODE == FP8 ? 0 : STAGED * GROUP / BLOCK * BLOCK;
   const uint groups = MODE == FP8 ? 0 : K / GROUP, chunk = MODE == FP8 || groups <= STAGED ? K : CHUNK;
-  const uint stride = MODE == FP8 ? 0 : chunk / GROUP;
+  const uint stride = MODE == FP8 ? 0 : chunk / GROUP, row_words = K / 16 * BITS / 2;
   const Lane lane = lane_map(lane_index);
 
-  uint row[8];
+  uint row[8], staged_row[8];
   float2 scale[8];
 #pragma clang loop unroll(full)
   for (uint i = 0; i < 8; ++i) {
-    row[i] = min(8 * (i / 2) + lane.pair + i % 2, N - 1 - n0);
+    row[i] = min(8 * (i / 2) % ROWS + lane.pair + i % 2, N - 1 - n0);
+    staged_row[i] = (row[i] + (i >= ROWS / 4 ? ROWS : 0)) * stride;
+    row[i] *= row_words;
     scale[i] = 0;
   }
 #pragma clang loop unroll(full)
   for (int i = 0; i < 4 * TILES; ++i) {
     y[i] = 0;
   }
-  const uint row_words = K / 16 * BITS / 2;
-  w += size_t(n0) * row_words;
+  one.w += size_t(n0) * row_words;
+  two.w += size_t(n0) * row_words;
 
   for (uint start = 0; start < K; start += chunk) {
     const uint end = min(start + chunk, K), blocks = (end - start) / BLOCK;
@@ -104,9 +137,12 @@ METAL_FUNC void multiply_rows(
       if (start > 0) {
         threadgroup_barrier(mem_flags::mem_threadgroup);
       }
-      stage<MODE>(
-          scales, biases, size_t(n0) * groups, min(32u, N - n0), groups, start / GROUP, (end - start) / GROUP, shared,
-          stride, 32 * simdgroup + lane_index, 32 * split);
+#pragma clang loop unroll(full)
+      for (uint i = 0; i < 32 / ROWS; ++i) {
+        stage<MODE>(
+            i == 0 ? one.scales : two.scales, i == 0 ? one.biases : two.biases, size_t(n0) * groups, min(ROWS, N - n0),
+            groups, start / GROUP, (end - start) / GROUP, shared, ROWS * i, stride, 32 * simdgroup + lane_index, 32 * split);
+      }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 
@@ -114,8 +150,8 @@ METAL_FUNC void multiply_rows(
       const uint k = start + block * BLOCK;
       uint words[8 * WORDS];
 #pragma clang loop unroll(full)
-      for (int i = 0; i < 8; ++i) {
-        load_slot<WORDS, WHOLE>(w + row[i] * row_words + (k + lane.slot * SLOT) / 8 * BITS / 4, words + WORDS * i);
+      for (uint i = 0; i < 8; ++i) {
+        load_slot<WORDS, WHOLE>((i < ROWS / 4 ? one.w : two.w) + row[i] + (k + lane.slot * SLOT) / 8 * BITS / 4, words + WORDS * i);
       }
 #pragma clang loop unroll(full)
       for (uint o = 0; o < SLOT / 8; ++o) {
@@ -129,7 +165,7 @@ METAL_FUNC void multiply_rows(
         for (int i = 0; i < 8; ++i) {
           octets[i] = octet_of<BITS, WORDS>(words + WORDS * i, o);
           if (MODE != FP8 && 8 * o % GROUP == 0) {
-            scale[i] = staged_scale<T, MODE>(shared, row[i] * stride + (k - start + lane.slot * SLOT + 8 * o) / GROUP);
+            scale[i] = staged_scale<T, MODE>(shared, staged_row[i] + (k - start + lane.slot * SLOT + 8 * o) / GROUP);
           }
         }
         multiply_octets<T, MODE, BITS, TILES>(y, x_octet, octets, scale);
@@ -152,10 +188,10 @@ METAL_FUNC void multiply_rows(
       }
       uint2 octets[8];
 #pragma clang loop unroll(full)
-      for (int i = 0; i < 8; ++i) {
-        octets[i] = load_octet<BITS>(w, row[i] * row_words, k_w);
+      for (uint i = 0; i < 8; ++i) {
+        octets[i] = load_octet<BITS>(i < ROWS / 4 ? one.w : two.w, row[i], k_w);
         if (MODE != FP8) {
-          scale[i] = staged_scale<T, MODE>(shared, row[i] * stride + (k_w - start) / GROUP);
+          scale[i] = staged_scale<T, MODE>(shared, staged_row[i] + (k_w - start) / GROUP);
         }
       }
       multiply_octets<T, MODE, BITS, TILES>(y, x_octet, octets, scale);
@@ -163,11 +199,21 @@ METAL_FUNC void multiply_rows(
   }
 }
 
-// The simdgroups' sums, added in ascending order, times out_scale: rows of x `out_row`.. of out [.., N].
-template <typename T, int TILES>
+METAL_FUNC float total(threadgroup const float* sums, uint at, uint split) {
+  float total = sums[at];
+  for (uint s = 1; s < split; ++s) {
+    total += sums[256 * s + at];
+  }
+  return total;
+}
+
+// The simdgroups' sums, added in ascending order, times out_scale, to rows of out [.., N].
+// ADDED: plus `residual` [.., N]. PAIRED: silu(columns of `one`) times columns of `two`. Each operation rounds to T.
+template <typename T, int TILES, bool ADDED, bool PAIRED, typename R>
 METAL_FUNC void merge(
-    thread const float2* y, float out_scale, device T* out, uint M, uint N, uint n0, threadgroup uint* shared,
+    thread const float2* y, float2 out_scale, device T* out, R residual, uint M, uint N, uint n0, threadgroup uint* shared,
     uint simdgroup, uint split, uint lane_index) {
+  constexpr uint COLUMNS = PAIRED ? 16 : 32;
   threadgroup float* sums = reinterpret_cast<threadgroup float*>(shared);
   const Lane lane = lane_map(lane_index);
 #pragma clang loop unroll(full)
@@ -180,14 +226,18 @@ METAL_FUNC void merge(
       sums[at + 1] = y[4 * m + t].y;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = 32 * simdgroup + lane_index; i < 256; i += 32 * split) {
-      float sum = sums[i];
-      for (uint s = 1; s < split; ++s) {
-        sum += sums[256 * s + i];
-      }
-      const uint row = 8 * m + i / 32, n = n0 + i % 32;
-      if (row < M && n < N) {
-        out[row * N + n] = T(sum * out_scale);
+    for (uint i = 32 * simdgroup + lane_index; i < 8 * COLUMNS; i += 32 * split) {
+      const uint row = i / COLUMNS, column = i % COLUMNS, at = 32 * row + column, to = (8 * m + row) * N + n0 + column;
+      if (8 * m + row < M && n0 + column < N) {
+        T sum = T(total(sums, at, split) * out_scale.x);
+        if constexpr (PAIRED) {
+          const T up = T(total(sums, at + 16, split) * out_scale.y);
+          const T sigmoid = T(1 / (1 + precise::exp(-float(sum))));
+          sum = T(float(T(float(sum) * float(sigmoid))) * float(up));
+        } else if constexpr (ADDED) {
+          sum = T(float(sum) + float(residual[to]));
+        }
+        out[to] = sum;
       }
     }
   }

@@ -1,15 +1,13 @@
 threadgroup uint shared[SHARED];
-const uint N = w_shape[0], K = x_shape[1], n0 = 32 * threadgroup_position_in_grid.z;
-const uint rows = x_shape[0], m0 = 8 * TILES * threadgroup_position_in_grid.y, M = min(rows - m0, uint(8 * TILES));
-const uint slot = lane_map(thread_index_in_simdgroup).slot;
+const uint rows = x_shape[0], K = x_shape[1], N = w_shape[0], n0 = 32 * threadgroup_position_in_grid.z;
+const uint m0 = 8 * TILES * threadgroup_position_in_grid.y, M = min(rows - m0, uint(8 * TILES));
 uint x_row[TILES];
-for (uint m = 0; m < TILES; ++m) {
-  x_row[m] = ORDERED ? min(m0 + 8 * m, (rows - 1) / 8 * 8) * ((K + 63) / 64 * 64) : (m0 + min(8 * m + slot, M - 1)) * K;
-}
+find_rows<ORDERED, TILES>(x_row, m0, M, rows, K, thread_index_in_simdgroup);
 float2 y[4 * TILES];
-multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, ORDERED>(
-    y, w, scales, biases, ordered_x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
+const auto matrix = matrix_of(w, scales, biases);
+multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, ORDERED, false>(
+    y, matrix, matrix, ordered_x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
     thread_index_in_simdgroup);
-merge<T, TILES>(
-    y, tensor_scale[0] * decoded_rest<MODE>(), out + m0 * N, M, N, n0, shared, simdgroup_index_in_threadgroup,
-    simdgroups_per_threadgroup, thread_index_in_simdgroup);
+merge<T, TILES, ADDED, false>(
+    y, float2(tensor_scale[0] * decoded_rest<MODE>()), out + m0 * N, residual + (ADDED ? m0 * N : 0), M, N, n0, shared,
+    simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);

@@ -77,7 +77,8 @@ def _read(*names: str) -> str:
 
 # Source files before the body, the body, and its inputs behind those of the weights.
 _FORMS = {
-    "A": ([], "matrix_rows.metal", ["x", "ordered_x"]),
+    "A": ([], "matrix_rows.metal", ["x", "ordered_x", "residual"]),
+    "paired": ([], "paired_rows.metal", ["up_w", "up_scales", "up_biases", "up_tensor_scale", "x", "ordered_x"]),
     "B": (["grouped.metal"], "grouped_rows.metal", ["x", "ordered_x", "x_sums"]),
     "V": (["vector.metal"], "vector_rows.metal", ["x"]),
     "gather": ([], "gather.metal", ["rows", "experts", "x"]),
@@ -149,6 +150,7 @@ def quantized_matmul(
     kernel=mx.fast.metal_kernel,
     variant: str = "A",
     ordered: mx.array | tuple[mx.array, mx.array] | None = None,
+    residual: mx.array | None = None,
 ) -> mx.array:
     """x `[..., K]` times the transposed weights `[N, K]`: `[..., N]` in x's dtype, sums in float32.
 
@@ -156,7 +158,8 @@ def quantized_matmul(
     `tensor_scale` multiplies the result (nvfp4, fp8). Forms: "A" reads every packed word once for up to 16 rows;
     "AX" is A on x in the order of `order_rows`, with the bits of A; "B" applies affine scales outside the matrix
     operations, on x in the order of `order_and_sum_rows`; "V" reads once for up to 5 rows. `ordered` is made here
-    unless given. A row's bits depend on the form, but neither on the other rows nor on how many there are.
+    unless given. `residual` `[..., N]`, in x's dtype, is added to the rounded product (in "A" and "AX" by the kernel).
+    A row's bits depend on the form, but neither on the other rows nor on how many there are.
     Raises ValueError for what `supported` refuses.
     """
     _check(x, w, scales, variant, group_size, bits, mode)
@@ -171,15 +174,54 @@ def quantized_matmul(
         if variant == "B":
             inputs = [rows, *(order_and_sum_rows(rows, kernel=kernel) if ordered is None else ordered)]
         else:
-            template.append(("ORDERED", variant == "AX"))
-            if variant == "AX" and ordered is None:
-                ordered = order_rows(rows, bits=bits, kernel=kernel)
-            inputs = [rows, ordered if variant == "AX" else rows]
+            template += [("ORDERED", variant == "AX"), ("ADDED", residual is not None)]
+            inputs = _ordered(rows, variant, bits, ordered, kernel)
+            inputs.append(rows if residual is None else residual)
     simdgroups = split(K, bits)
     [out] = _kernel(kernel, variant[0])(
         inputs=[*_weights(w, scales, biases, tensor_scale), *inputs],
         template=[*_template(x.dtype, K, group_size, bits, mode), *template],
         grid=(32 * simdgroups, ceil(M / tile), ceil(N / columns)),
+        threadgroup=(32 * simdgroups, 1, 1),
+        output_shapes=[(M, N)],
+        output_dtypes=[x.dtype],
+    )
+    out = out.reshape(*x.shape[:-1], N)
+    return out if residual is None or variant in ("A", "AX") else out + residual
+
+
+def gated_quantized_matmul(
+    x: mx.array,
+    gate: tuple,
+    up: tuple,
+    *,
+    group_size: int | None = 64,
+    bits: int = 4,
+    mode: str = "affine",
+    kernel=mx.fast.metal_kernel,
+    variant: str = "A",
+    ordered: mx.array | None = None,
+) -> mx.array:
+    """silu(x gateᵀ) * (x upᵀ) `[..., N]` in one pass, each product and operation rounded to x's dtype.
+
+    gate and up are `(w, scales, biases, tensor_scale)` of one format, trailing Nones left out. Forms "A" and "AX".
+    Raises ValueError for what `supported` refuses.
+    """
+    gate, up = ((*matrix, *[None] * (4 - len(matrix))) for matrix in (gate, up))
+    for w, scales, *_ in (gate, up):
+        _check(x, w, scales, variant, group_size, bits, mode)
+    rows = x.reshape(-1, x.shape[-1])
+    (M, K), N = rows.shape, gate[0].shape[0]
+    tile, simdgroups = (8 if M <= 8 else 16), split(K, bits)
+    [out] = _kernel(kernel, "paired")(
+        inputs=[*_weights(*gate), *_weights(*up), *_ordered(rows, variant, bits, ordered, kernel)],
+        template=[
+            *_template(x.dtype, K, group_size, bits, mode),
+            ("TILES", tile // 8),
+            ("SHARED", shared_words(K, group_size, bits, mode)),
+            ("ORDERED", variant == "AX"),
+        ],
+        grid=(32 * simdgroups, ceil(M / tile), ceil(N / 16)),
         threadgroup=(32 * simdgroups, 1, 1),
         output_shapes=[(M, N)],
         output_dtypes=[x.dtype],
@@ -222,6 +264,13 @@ def gather_quantized_matmul(
         output_dtypes=[x.dtype],
     )
     return out
+
+
+def _ordered(rows, variant, bits, ordered, kernel) -> list[mx.array]:
+    """The inputs x and ordered_x of form A or AX."""
+    if variant == "AX" and ordered is None:
+        ordered = order_rows(rows, bits=bits, kernel=kernel)
+    return [rows, ordered if variant == "AX" else rows]
 
 
 def _weights(w, scales, biases, tensor_scale) -> list[mx.array]:

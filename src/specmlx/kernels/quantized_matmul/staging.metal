@@ -36,21 +36,21 @@ METAL_FUNC void stage_load(P scales, P biases, size_t from, threadgroup uint* st
   }
 }
 
-// Groups first..first + count of each of `rows` rows of `groups`, as a table of `stride` groups a row.
+// Groups first..first + count of each of `rows` rows of `groups`, as rows `at`.. of a table of `stride` groups a row.
 template <int MODE, typename P>
 METAL_FUNC void stage(
-    P scales, P biases, size_t start, uint rows, uint groups, uint first, uint count, threadgroup uint* staged, uint stride,
-    uint thread_index, uint threads) {
+    P scales, P biases, size_t start, uint rows, uint groups, uint first, uint count, threadgroup uint* staged, uint at,
+    uint stride, uint thread_index, uint threads) {
   constexpr uint load = MODE == AFFINE ? 8 : 16;
   if (stride == groups) {
     for (uint i = thread_index * load; i < rows * groups; i += threads * load) {
-      stage_load<MODE>(scales, biases, start + i, staged, i, rows * groups - i);
+      stage_load<MODE>(scales, biases, start + i, staged, at * stride + i, rows * groups - i);
     }
   } else {
     const uint loads = (count + load - 1) / load;
     for (uint i = thread_index; i < rows * loads; i += threads) {
       const uint row = i / loads, group = i % loads * load;
-      stage_load<MODE>(scales, biases, start + row * groups + first + group, staged, row * stride + group, count - group);
+      stage_load<MODE>(scales, biases, start + row * groups + first + group, staged, (at + row) * stride + group, count - group);
     }
   }
 }
