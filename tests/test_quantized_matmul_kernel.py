@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from msl import Simulator
+from msl import stock as stock_kernels
 
 from specmlx.kernels import quantized_matmul as kernels
 from specmlx.kernels.quantized_matmul import reference
@@ -265,3 +266,21 @@ def test_a_residual_is_added_to_the_rounded_product():
         run = {"kernel": sim.metal_kernel, "variant": variant, **format}
         y = kernels.quantized_matmul(x, *packed, residual=residual, **run)
         assert np.array_equal(bits_of(y), bits_of(kernels.quantized_matmul(x, *packed, **run) + residual))
+
+
+@pytest.mark.parametrize("name", ["affine4g64", "affine8g64", "nvfp4", "mxfp8"])
+def test_no_form_is_further_from_float64_than_mlxs_own_kernels(name):
+    sim = Simulator()
+    mode, group_size, bits = FORMATS[name]
+    packed, format = weights(name, (64, 1024))
+    format.pop("tensor_scale", None)
+    x = inputs(4, 1024)
+    exact = float64(x) @ float64(reference.dense(*packed, **format)).T
+
+    def error(y):
+        return np.abs(float64(y) - exact).mean()
+
+    _, stock = stock_kernels.quantized_matmul("qmv_wide", x, *packed, group_size, bits)
+    for variant in ("A", "V", *["B"] * (name in GROUPED)):
+        y = kernels.quantized_matmul(x, *packed, **format, kernel=sim.metal_kernel, variant=variant)
+        assert error(y) <= 1.01 * error(stock), variant
