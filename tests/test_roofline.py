@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from specmlx.cli import main
 from specmlx.receipts.chips import CHIPS, chip_named
-from specmlx.receipts.geometry import TARGETS, published_drafter
+from specmlx.receipts.geometry import TARGETS, published_drafter, stored_format
 from specmlx.receipts.roofline import Roofline, acceptance_of, asked
 from specmlx.receipts.tensors import scheme_named, target_groups
 
@@ -309,6 +309,27 @@ def test_a_config_file_a_directory_and_the_name_agree(tmp_path):
     assert {table["weights"] for table in tables} == {"affine-4-64"}
     exact = json.loads(printed("--model", tmp_path, "--json"))
     assert exact["target_parameters"] == 26_895_998_464 and exact["draft"] is None
+
+
+@pytest.mark.parametrize(
+    "settings, weights",
+    [
+        ({"quantization": {"bits": 3, "group_size": 32}}, "affine-3-32"),
+        ({"quantization": {"bits": 4, "group_size": 16, "mode": "nvfp4"}}, "mlx-nvfp4"),
+        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}}, "modelopt-nvfp4"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8-block"),
+        ({"text_config": {"dtype": "float16"}}, "fp16"),
+        ({}, "bf16"),
+        ({"quantization_config": {"quant_method": "compressed-tensors"}}, None),
+        ({"torch_dtype": "float8"}, None),
+    ],
+)
+def test_a_config_tells_the_format_of_its_files_or_is_refused(settings, weights):
+    if weights is None:
+        with pytest.raises(ValueError, match="pass --weights"):
+            stored_format(settings)
+    else:
+        assert stored_format(settings) == weights
 
 
 def test_a_drafters_own_config_gives_its_shape():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specmlx.cli.options import DEMO
 from specmlx.cli.terminal import answers
 
 if TYPE_CHECKING:
@@ -148,13 +149,17 @@ def _roofline(
     lanes: int,
     layout: str | None,
 ) -> "Roofline":
-    from specmlx.receipts.geometry import TARGETS, drafter_geometry, published_drafter, target_geometry
+    from specmlx.receipts.geometry import TARGETS, drafter_geometry, published_drafter, stored_format, target_geometry
     from specmlx.receipts.roofline import Roofline
     from specmlx.receipts.tensors import scheme_named
 
-    config, stored = target_geometry(model)
+    config, files = target_geometry(model)
     built_in = model.lower() in TARGETS
-    scheme = scheme_named(weights or stored or "affine-4")
+    if weights is None:
+        weights = "affine-4" if files is None else stored_format(files)
+        # The demo's files are float16, and loaded as float32.
+        weights = "fp32" if model == DEMO else weights
+    scheme = scheme_named(weights)
     kind = draft_kind or ("dflash2" if built_in else "none")
     if draft_model is not None:
         draft = drafter_geometry(draft_model)

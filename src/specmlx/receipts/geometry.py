@@ -88,10 +88,11 @@ def drafter_geometry(name: str) -> DraftGeometry:
     return DraftGeometry(taps=len(config.target_layer_ids), **{name: getattr(config, name) for name in shared})
 
 
-def target_geometry(name: str) -> tuple[HybridConfig, str | None]:
-    """The geometry of a built-in name, a config.json, a checkpoint directory or a Hub id, and its files' format.
+def target_geometry(name: str) -> tuple[HybridConfig, dict[str, Any] | None]:
+    """The geometry of a built-in name, a config.json, a checkpoint directory or a Hub id, and its config.json.
 
-    Of a Hub id config.json alone is downloaded. Raises ValueError, one line, for what is no dense hybrid.
+    The latter is None for a built-in name; of a Hub id it alone is downloaded. Raises ValueError, one line, for what is
+    no dense hybrid.
     """
     if name.lower() in TARGETS:
         return TARGETS[name.lower()], None
@@ -102,24 +103,25 @@ def target_geometry(name: str) -> tuple[HybridConfig, str | None]:
         raise ValueError(f"{name}: {error}") from None
     if geometry.num_experts:
         raise ValueError(f"{name}: which experts are read depends on the text, so its bytes don't follow from shapes")
-    # The demo's files are float16, and loaded as float32.
-    return geometry, "fp32" if name.partition("/")[0] == "demo" else stored_format(config)
+    return geometry, config
 
 
 def stored_format(config: dict[str, Any]) -> str:
     """The name of the format that a config.json says its weights are in."""
     if entry := config.get("quantization"):
         return quantized(entry.get("mode", "affine"), entry["bits"], entry["group_size"]).name
-    other = config.get("quantization_config") or {}
-    if other.get("quant_method") == "modelopt" or "NVFP4" in str(other.get("quant_algo")):
-        return "modelopt-nvfp4"
-    if other.get("quant_method") == "fp8":
-        return "fp8-block"
+    if other := config.get("quantization_config"):
+        method, algorithm = other.get("quant_method"), str(other.get("quant_algo"))
+        if method == "modelopt" and algorithm in ("NVFP4", "MIXED_PRECISION"):
+            return "modelopt-nvfp4"
+        if method == "fp8" and other.get("weight_block_size") == [128, 128]:
+            return "fp8-block"
+        raise ValueError(f"config.json's quant_method {method!r} may be any mix of formats: pass --weights")
     text = config.get("text_config") or {}
     dtype = next((c[key] for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "bfloat16")
     short = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}.get(str(dtype))
     if short not in FORMATS:
-        raise ValueError(f"config.json has dtype {dtype!r}: pass --weights")
+        raise ValueError(f"config.json's dtype is {dtype!r}: pass --weights")
     return short
 
 
