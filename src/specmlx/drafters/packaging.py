@@ -46,11 +46,17 @@ def unpacked(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"target_hidden_size is {other}, the layers' hidden_size {layers.get('hidden_size')}: not supported yet"
         )
+    anchored = _sample_from_anchor(config, kind)
+    if config.get("markov_head_type") == "rnn" and not anchored:
+        raise ValueError(
+            "this speculators package has an rnn Markov head and proposes nothing from the anchor's row: "
+            "does its state begin at that row or behind it? (speculators trains it from there)"
+        )
     result = {**layers, **{name: config[name] for name in _KEPT if name in config}}
     result |= {
         "architectures": [ARCHITECTURES[kind]],
         "target_layer_ids": [tap - 1 for tap in taps],
-        "sample_from_anchor": _sample_from_anchor(config, kind),
+        "sample_from_anchor": anchored,
         "is_causal": _is_causal(config, kind),
     }
     return result
