@@ -1,0 +1,211 @@
+"""Batches: each lane is what it would be alone, whatever runs beside it."""
+
+import random
+
+import mlx.core as mx
+import pytest
+from rig import SMALL, leaves, same_bits, small_tokenizer, tiny
+from scripted import Context, right_with
+
+from specmlx import PromptCache, batch_generate, generate, load, load_drafter, make_logits_processors, make_sampler
+from specmlx.drafters.proposal import Proposal
+from specmlx.generation import stream_generate
+from specmlx.prompt_cache import make_prompt_cache
+from specmlx.responses import Reply
+from specmlx.scheduler import Job, Scheduler
+from specmlx.speculation.lane_policy import LanePolicy, grouped
+from specmlx.speculation.policy import Policy
+from specmlx.speculation.stats import Stats
+from specmlx.speculation.stops import StopStrings
+
+# Below, on and above the grid of 64 rows; one token alone.
+PROMPTS = [[7, 8, 9] * 30, [4], [20] * 64, [30, 31] * 33, [5] * 3, list(range(10, 140))]
+COUNTS = [19, 30, 7, 12, 1, 24]
+
+
+class KnowsTheTexts:
+    """Proposes what the texts that begin as its rows do say next, with errors: each lane accepts another count."""
+
+    tap_ids = ()
+    max_width = 6
+
+    def __init__(self, texts: list[list[int]]):
+        self.texts = texts
+        self.guess = right_with(0.7)
+
+    def new_context(self, batch: int = 1, start: int = 0) -> Context:
+        assert batch == 1 and start == 0
+        return Context(start)
+
+    def propose(self, context, anchor, width, policy):
+        seen = [*context.tokens, *anchor.tolist()]
+        text = next(text for text in self.texts if text[: len(seen)] == seen)
+        right = (text[len(seen) :] + [0] * width)[:width]
+        drafts = [self.guess(len(seen) + s, s, token) % 282 for s, token in enumerate(right)]
+        return Proposal(mx.array([drafts], dtype=mx.int32))
+
+    def observe(self, context, tokens, features, count):
+        context.show(tokens[0, :count].tolist())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    found = small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    found.eos_token_ids = {281}
+    return found
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return load()
+
+
+def ids_alone(model, tokenizer, prompt, count, **options):
+    cache = make_prompt_cache(model)
+    found = [r.token for r in stream_generate(model, tokenizer, prompt, count, prompt_cache=cache, **options)]
+    return found, cache
+
+
+def questions(tokenizer, n=6):
+    from specmlx.demo.tasks import KINDS, held_out_examples
+
+    chosen = random.Random(0).sample(held_out_examples(2), len(KINDS))[:n]
+    turns = ([{"role": "user", "content": example.question}] for example in chosen)
+    return [tokenizer.apply_chat_template(turn, add_generation_prompt=True) for turn in turns]
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize(("dtype", "bits"), [(mx.float32, None), (mx.bfloat16, None), (mx.float32, 4)], ids=str)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "seeded"])
+def test_a_lane_has_the_tokens_and_the_state_that_it_would_have_alone(dtype, bits, sampled, tokenizer):
+    model = tiny(3, dtype, bits, **SMALL)
+    options = [dict(sampler=make_sampler(0.9), seed=i) if sampled else {} for i in range(len(PROMPTS))]
+    alone = [
+        ids_alone(model, tokenizer, p, n, draft_model=None, **o)
+        for p, n, o in zip(PROMPTS, COUNTS, options, strict=True)
+    ]
+    drafter = KnowsTheTexts([prompt + ids for prompt, (ids, _) in zip(PROMPTS, alone, strict=True)])
+    scheduler = Scheduler(model, tokenizer, drafter, None, max_lanes=3, prompt_cache=PromptCache())
+    jobs, given = [], [[] for _ in PROMPTS]
+    for prompt, count, option, tokens in zip(PROMPTS, COUNTS, options, given, strict=True):
+        policy, stats = Policy(option.get("sampler"), None, option.get("seed")), Stats("speculative")
+        reply = Reply(tokenizer, StopStrings(()), len(prompt), stats)
+        take, done = (lambda r, tokens=tokens: tokens.append(r.token)), (lambda error: None)
+        jobs.append(Job(prompt, policy, reply, stats, take, done, frozenset({281}), count))
+        scheduler.add(jobs[-1])
+    while not scheduler.idle:
+        scheduler.step()
+    assert given == [ids for ids, _ in alone]
+    for job, (_, cache) in zip(jobs, alone, strict=True):
+        # The last round's rows are in here as there: processed and pending are what was given.
+        assert job.conversation.tokens == cache.tokens
+        assert same_bits(leaves(job.conversation.states), leaves(cache.states))
+    assert len({tuple(job.stats.accept_histogram) for job in jobs}) > 2, "the lanes accept alike: a weak test"
+
+
+@pytest.mark.parametrize("drafter", ["demo/dspark", "demo/dflash", None])
+def test_trained_drafters_give_every_lane_its_own_text_in_as_many_rounds_as_alone(drafter, demo):
+    model, tokenizer = demo
+    prompts = questions(tokenizer)
+    drafter = drafter and load_drafter(drafter, model)
+    sampler = [None, make_sampler(1.0, top_p=0.95), make_sampler(0.8)] * 2
+    options = dict(draft_model=drafter, num_draft_tokens=drafter and drafter.max_width)
+    found = batch_generate(
+        model, tokenizer, prompts, max_tokens=96, sampler=sampler, seed=[None, 7, 8] * 2, max_lanes=4, **options
+    )
+    assert found.errors == [None] * 6
+    for i, prompt in enumerate(prompts):
+        alone = list(
+            stream_generate(model, tokenizer, prompt, 96, sampler=sampler[i], seed=[None, 7, 8][i % 3], **options)
+        )
+        assert found.texts[i] == "".join(response.text for response in alone)
+        assert found.request_stats[i].accept_histogram == alone[-1].stats.accept_histogram
+
+
+def test_lanes_share_their_passes(demo):
+    model, tokenizer = demo
+    prompts = questions(tokenizer)
+    together = batch_generate(model, tokenizer, prompts, max_tokens=40)
+    assert together.stats.passes == max(stats.rounds for stats in together.request_stats)
+    assert together.stats.generation_tokens == sum(stats.generation_tokens for stats in together.request_stats)
+
+
+def test_a_lane_decides_as_it_would_alone_whatever_rules_the_others_follow():
+    mx.random.seed(0)
+    processors = make_logits_processors(logit_bias={3: 2.0}, repetition_penalty=1.3)
+    samplers = [make_sampler(0.8), make_sampler(0.8), None, make_sampler(1.0, top_k=5), make_sampler(0.8)]
+    policies = [
+        Policy(sampler, processors if i == 3 else None, seed=i if i == 4 else None)
+        for i, sampler in enumerate(samplers)
+    ]
+    B, width, V = 5, 4, 24
+    positions = mx.array([9, 70, 5, 33, 12], dtype=mx.int32)
+    histories = [[i, i + 1, 2] for i in range(B)]
+    drafts, logits = mx.random.normal((B, width, V)), mx.random.normal((B, width + 1, V))
+    lanes = LanePolicy(grouped(policies), positions, histories)
+    assert len(lanes.groups) == 4, "the two lanes that sample alike belong together"
+    tokens, q = lanes.draft(drafts, 0)
+    outcome, logprobs = lanes.accept(tokens, q, logits)
+    for i, policy in enumerate(policies):
+        alone = policy.at(positions[i : i + 1], histories[i] if i == 3 else None)
+        want, want_q = alone.draft(drafts[i : i + 1], 0)
+        assert tokens[i].tolist() == want[0].tolist()
+        assert want_q is None or mx.array_equal(want_q[0], q[i])
+        kept, scores = alone.accept(want, want_q, logits[i : i + 1])
+        assert (outcome.accepted[i].item(), outcome.next_anchor[i].item()) == (
+            kept.accepted.item(),
+            kept.next_anchor.item(),
+        )
+        assert mx.array_equal(logprobs[i], scores[0])
+        assert lanes.lane(i).draft(drafts[i : i + 1], 0)[0].tolist() == want.tolist()
+
+
+def test_a_lane_that_fails_fails_alone(tokenizer):
+    model = tiny(0, **SMALL)
+
+    def broken(tokens, logits):
+        if len(tokens) > 8:
+            raise KeyError("lost")
+        return logits
+
+    alone = [generate(model, tokenizer, prompt, max_tokens=20) for prompt in PROMPTS[:3]]
+    found = batch_generate(
+        model, tokenizer, PROMPTS[:3] + [[1, 2, 3]], max_tokens=20, logits_processors=[None, None, None, [broken]]
+    )
+    assert found.texts == [*alone, None]
+    assert found.errors[:3] == [None] * 3 and isinstance(found.errors[3], KeyError)
+
+
+def test_a_prompt_cache_serves_a_batch_and_is_filled_by_it(demo):
+    model, tokenizer = demo
+    start = questions(tokenizer)
+    cache = PromptCache(keep_answers=True)
+    first = batch_generate(model, tokenizer, start, cache, max_tokens=64)
+    more = tokenizer.encode("<|im_end|>\n<|im_start|>user\nHello, my name is Clara!<|im_end|>\n<|im_start|>assistant\n")
+    turns = [[*ids, *tokenizer.encode(text), *more] for ids, text in zip(start, first.texts, strict=True)]
+    second = batch_generate(model, tokenizer, turns, cache, max_tokens=64)
+    assert second.stats.cached_tokens >= sum(len(ids) for ids in start)
+    assert second.texts == [generate(model, tokenizer, ids, max_tokens=64) for ids in turns]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(prompts="one text"), "a list"),
+        (dict(prompts=[[1], []]), "empty"),
+        (dict(prompts=[[1], [400]]), "token 400"),
+        (dict(max_tokens=[5]), "max_tokens has 1 entries for 2 prompts"),
+        (dict(max_tokens=0), "max_tokens is 0"),
+        (dict(seed=[1, 2, 3]), "seed has 3 entries"),
+        (dict(max_lanes=0), "max_lanes is 0"),
+        (dict(prefill_step_size=0), "prefill_step_size is 0"),
+        (dict(logits_processors=[lambda tokens, logits: logits]), "of its own"),
+        (dict(prompt_cache=[1]), "PromptCache"),
+    ],
+    ids=str,
+)
+def test_what_a_batch_cannot_honour_is_refused_before_it_runs(options, says, tokenizer):
+    model = tiny(0, **SMALL)
+    with pytest.raises(ValueError, match=says) as refused:
+        batch_generate(model, tokenizer, **{"prompts": [[1], [2]], **options})
+    assert "\n" not in str(refused.value)
