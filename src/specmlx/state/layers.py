@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from specmlx.state import kv, recurrent
 from specmlx.state.kv import KV
+from specmlx.state.quantized_kv import KVFormat, QuantizedKV
 from specmlx.state.recurrent import Recurrent
 
 Layer = KV | Recurrent | None
@@ -45,13 +46,15 @@ class LayerStates:
     agree and the host knows them, else int32 `[B]` on the device. Recurrent layers are installed by the first commit.
     KV buffers are replaced when a pass opens, since it writes only beyond the rows that are in.
     looks_ahead: whether a pass may be verified before the one before it is committed.
+    kv_format: how attention layers keep their rows from the format's `start` on; None: as they are.
     """
 
     looks_ahead = True
 
-    def __init__(self, layers: list[Layer], batch: int = 1):
+    def __init__(self, layers: list[Layer], batch: int = 1, kv_format: KVFormat | None = None):
         self.layers = layers
         self.batch = batch
+        self.kv_format = kv_format
         self.start: int | mx.array = 0
         self.count: int | mx.array = 0
         self.bound = 0
@@ -80,6 +83,28 @@ class LayerStates:
         if not self._committed:
             raise RuntimeError("the last pass was neither committed nor aborted: call commit(n) or abort() first")
         return Origin(self.length, self.count, self.bound + T)
+
+    @property
+    def room(self) -> int | None:
+        """How many rows the next pass may have at most, since none may be both before `kv_format`'s start and behind.
+
+        None: any number. Where lanes' lengths are unread, no lane is longer than what this counts from.
+        """
+        if self.kv_format is None or any(isinstance(layer, QuantizedKV) for layer in self.layers):
+            return None
+        left = self.kv_format.start - (self.length if isinstance(self.length, int) else self.bound)
+        return left if left > 0 else None
+
+    def format_of(self, T: int) -> KVFormat | None:
+        """The format in which attention layers keep the next `T` rows, and from then on all rows before them.
+
+        Raises ValueError where some of these would be before the format's start and some behind it.
+        """
+        if (room := self.room) is None:
+            return self.kv_format
+        if T > room:
+            raise ValueError(f"a pass of {T} rows crosses row {self.kv_format.start}: it may have {room}")
+        return None
 
     def open(self, new: Pass) -> Pass:
         """Take a pass whose layers have all been built."""
@@ -154,7 +179,7 @@ class LayerStates:
         """The lanes of several states in one, in order; the parts must not be used further."""
         folded = [part.folded() for part in parts]
         layers = [_merged(column, [part.batch for part in parts]) for column in zip(*folded, strict=True)]
-        states = cls(layers, sum(part.batch for part in parts))
+        states = cls(layers, sum(part.batch for part in parts), parts[0].kv_format)
         states._start_at([part.length for part in parts], [part.batch for part in parts])
         states.bound = max(part.bound for part in parts)
         return states
@@ -163,7 +188,7 @@ class LayerStates:
         """Some lanes in states of their own, copied."""
         at = mx.array(indices, dtype=mx.int32)
         layers = [None if x is None else kv.take(x, at) if isinstance(x, KV) else x.take(at) for x in self.folded()]
-        states = LayerStates(layers, len(indices))
+        states = LayerStates(layers, len(indices), self.kv_format)
         length = self.length
         states.start = length if isinstance(length, int) else length[at]
         states.bound = self.bound
@@ -213,4 +238,4 @@ def _merged(layers: Sequence[Layer], batches: Sequence[int]) -> Layer:
 def _arrays(layer: Layer) -> list[mx.array]:
     if layer is None:
         return []
-    return list(layer) if isinstance(layer, KV) else layer.arrays()
+    return layer.arrays()

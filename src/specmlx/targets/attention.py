@@ -6,6 +6,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from specmlx.kernels.attention import Stored, attention
 from specmlx.state.kv import KV, reserve, write
+from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.config import HybridConfig
 
 
@@ -44,14 +45,19 @@ class Attention(nn.Module):
         length: int,
         mask: mx.array | str | None,
         first: int = 0,
+        kv_format: KVFormat | None = None,
     ) -> tuple[mx.array, KV | None]:
         """Rows `[B, T, D]`, written at `start` (int, or int32 `[B]`), see the buffer's first `length` rows by `mask`,
         which lets each see itself and the older ones, down to `first`.
 
+        With `kv_format` the buffer is kept in it, and brought into it first where it isn't.
         Without a buffer (`kv` None and `length` 0, in training) the rows see one another only.
         """
         q, gate = self.queries(x, start)
         k, v = self.keys_values(x, start)
+        if kv_format is not None:
+            kv = kv_format.written(kv, k, v, start, length)
+            return self.output(kv_format.attend(q, kv, length, self.scale, mask), gate), kv
         if length:
             kv = write(reserve(kv, length, k, v), k, v, start)
             o = attention(q, Stored(kv.keys), Stored(kv.values), start, length, self.scale, mask, first=first)

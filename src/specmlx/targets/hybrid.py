@@ -13,6 +13,7 @@ from specmlx.formats.identity import fingerprint
 from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import visible
 from specmlx.state.layers import Layer, LayerStates, Origin, Pass
+from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets import stock
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import LINEAR, HybridConfig
@@ -141,11 +142,17 @@ class Model(nn.Module):
         """Logits `[..., V]` of hidden rows `[..., D]` that the final norm has seen."""
         return self.language_model.logits(h)
 
-    def new_states(self, batch: int = 1) -> LayerStates:
-        """The states of `batch` conversations before their first row."""
-        states = LayerStates(
-            [layer.linear_attn.empty(batch, self.dtype) if layer.is_linear else None for layer in self.layers], batch
-        )
+    def new_states(self, batch: int = 1, kv_format: KVFormat | None = None) -> LayerStates:
+        """The states of `batch` conversations before their first row, keys and values in `kv_format` from its start on.
+
+        Raises ValueError for a format that the heads can't have, or that several lanes would reach one by one.
+        """
+        if kv_format is not None:
+            kv_format.check(self.config.head_dim)
+            if batch > 1 and kv_format.start:
+                raise ValueError(f"quantized_kv_start is {kv_format.start}: with {batch} lanes it must be 0")
+        layers = [layer.linear_attn.empty(batch, self.dtype) if layer.is_linear else None for layer in self.layers]
+        states = LayerStates(layers, batch, kv_format)
         # An array that is still lazy could only be evaluated in this thread.
         mx.eval([layer[:2] for layer in states.layers if layer is not None])
         return states
@@ -168,7 +175,7 @@ class Model(nn.Module):
         """
         step_size = -(-step_size // GRID) * GRID
         while tokens.shape[1]:
-            n = min(_to_grid(states) or step_size, tokens.shape[1])
+            n = min(_to_grid(states) or step_size, tokens.shape[1], states.room or step_size)
             step, tokens = tokens[:, :n], tokens[:, n:]
             _, layers, features = self._rows(states, self.embed_tokens(step), tap_ids, stepped=False)
             try:
@@ -185,11 +192,13 @@ class Model(nn.Module):
         """Rows after the committed ones: one by one with a tape, or in blocks where all of them will be kept."""
         B, T, _ = h.shape
         origin = states.origin(T)
-        mask = _mask(origin, B, T)
+        mask, kv_format = _mask(origin, B, T), states.format_of(T)
 
         def mixer(layer: DecoderLayer, state: Layer) -> Callable:
             if not layer.is_linear:
-                return partial(layer.self_attn, kv=state, start=origin.start, length=origin.length, mask=mask)
+                return partial(
+                    layer.self_attn, kv=state, start=origin.start, length=origin.length, mask=mask, kv_format=kv_format
+                )
             if stepped:
                 return partial(layer.linear_attn.verify, state=state, count=origin.count)
             return partial(layer.linear_attn.prefill, state=state.folded(origin.count))

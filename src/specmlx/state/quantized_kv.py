@@ -1,0 +1,141 @@
+"""Keys and values in 8 bits and fewer: each row is quantized as it is written, on its own."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from specmlx.kernels.gated_delta import GRID
+from specmlx.state.kv import KV, reserve, write
+
+INT8 = "int8"
+_BITS = (2, 3, 4, 5, 6, 8)
+_GROUPS = (32, 64, 128)
+
+
+class QuantizedKV(KV):
+    """A layer's buffers where keys and values `[B, H, capacity, *]` are each a tuple of parts: `KVFormat.quantized`."""
+
+    keys: tuple[mx.array, ...]
+    values: tuple[mx.array, ...]
+
+    @property
+    def parts(self) -> list[KV]:
+        """Each part's keys and values, as buffers of their own."""
+        return [KV(*pair) for pair in zip(self.keys, self.values, strict=True)]
+
+    @classmethod
+    def of(cls, parts: Sequence[KV]) -> "QuantizedKV":
+        return cls(tuple(part.keys for part in parts), tuple(part.values for part in parts))
+
+    @property
+    def capacity(self) -> int:
+        return self.keys[0].shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How an attention layer keeps its rows once it has `start` of them: all that it has then, and those to come.
+
+    bits and group_size: mlx's affine format, groups along the head. group_size None: int8 with one float32 scale per
+    row and head. start is on the grid, so that no block of prefill is in two formats.
+    """
+
+    bits: int
+    group_size: int | None
+    start: int = 0
+
+    @classmethod
+    def read(cls, kv_bits: int | str | None, kv_group_size: int = 64, quantized_kv_start: int = 0) -> "KVFormat | None":
+        """The format that mlx_lm's options ask for, or "int8" for `kv_bits`; None without `kv_bits`.
+
+        Raises ValueError for values that no format has.
+        """
+        if kv_bits is None:
+            return None
+        if quantized_kv_start < 0:
+            raise ValueError(f"quantized_kv_start is {quantized_kv_start}: it must be 0 or more")
+        start = -(-quantized_kv_start // GRID) * GRID
+        if kv_bits == INT8:
+            return cls(8, None, start)
+        if kv_bits not in _BITS:
+            raise ValueError(f"kv_bits is {kv_bits!r}: it can be {', '.join(map(str, _BITS))} or {INT8}")
+        if kv_group_size not in _GROUPS:
+            raise ValueError(f"kv_group_size is {kv_group_size}: it can be {', '.join(map(str, _GROUPS))}")
+        return cls(kv_bits, kv_group_size, start)
+
+    @property
+    def name(self) -> str:
+        """What tells states in this format from others'."""
+        return f"{self.bits}/{self.group_size or INT8}/{self.start}"
+
+    def check(self, head_dim: int) -> None:
+        """Raises ValueError where groups don't fit a head of this size."""
+        group = self.group_size or _GROUPS[0]
+        if head_dim % group:
+            raise ValueError(f"kv_group_size is {group}: it must divide the heads' size, {head_dim}")
+
+    def quantized(self, x: mx.array) -> tuple[mx.array, ...]:
+        """Rows `[B, H, T, D]` as (codes, scales, biases), or as int8 codes and float32 scales `[B, H, T, 1]`."""
+        if self.group_size is not None:
+            return tuple(mx.quantize(x, group_size=self.group_size, bits=self.bits))
+        x = x.astype(mx.float32)
+        scale = mx.maximum(mx.abs(x).max(axis=-1, keepdims=True) / 127, 1e-30)
+        return mx.round(x / scale).astype(mx.int8), scale
+
+    def converted(self, kv: KV) -> QuantizedKV:
+        """Buffers in this format, whichever they are in."""
+        return kv if isinstance(kv, QuantizedKV) else QuantizedKV(self.quantized(kv.keys), self.quantized(kv.values))
+
+    def written(
+        self, kv: KV | None, keys: mx.array, values: mx.array, start: int | mx.array, length: int
+    ) -> QuantizedKV:
+        """The buffers with rows `[B, H, T, D]` written at `start`, with room for `length`; see `kv.write`."""
+        rows = QuantizedKV(self.quantized(keys), self.quantized(values)).parts
+        old = [None] * len(rows) if kv is None else self.converted(kv).parts
+        grown = [reserve(part, length, *row) for part, row in zip(old, rows, strict=True)]
+        return QuantizedKV.of([write(part, *row, start) for part, row in zip(grown, rows, strict=True)])
+
+    def attend(self, q: mx.array, kv: QuantizedKV, length: int, scale: float, mask: mx.array | str | None) -> mx.array:
+        """softmax(scale q kᵀ) v of rows `[B, Hq, T, D]` over the first `length` rows, by mlx_lm's operations."""
+        from mlx_lm.models.base import quantized_scaled_dot_product_attention
+
+        keys, values = (tuple(part[:, :, :length] for part in parts) for parts in kv)
+        if self.group_size is not None:
+            return quantized_scaled_dot_product_attention(
+                q, keys, values, scale, mask, group_size=self.group_size, bits=self.bits
+            )
+        D = q.shape[-1]
+        group = next(size for size in reversed(_GROUPS) if D % size == 0)
+        o = quantized_scaled_dot_product_attention(
+            q.astype(mx.float32), _affine(*keys, D // group), _affine(*values, D // group), scale, mask, group, 8
+        )
+        return o.astype(q.dtype)
+
+
+def _affine(codes: mx.array, scales: mx.array, groups: int) -> tuple[mx.array, mx.array, mx.array]:
+    """int8 codes with a scale a row in mlx's own 8 bits: s c = s (c + 128) - 128 s, the scale being every group's."""
+    scales = mx.repeat(scales, groups, axis=-1)
+    return (codes.view(mx.uint8) ^ 128).view(mx.uint32), scales, -128 * scales
+
+
+def mapped(kv: KV, change: Callable[[mx.array], mx.array]) -> KV:
+    """Buffers changed one by one."""
+    return of_buffers([change(x) for x in buffers(kv)])
+
+
+def buffers(kv: KV) -> list[mx.array]:
+    """All arrays of a layer's buffers: its keys' parts, then its values'."""
+    return [*kv.keys, *kv.values] if isinstance(kv, QuantizedKV) else [kv.keys, kv.values]
+
+
+def of_buffers(arrays: Sequence[mx.array]) -> KV:
+    """What `buffers` was given."""
+    if len(arrays) == 2:
+        return KV(*arrays)
+    half = len(arrays) // 2
+    return QuantizedKV(tuple(arrays[:half]), tuple(arrays[half:]))
