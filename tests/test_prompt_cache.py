@@ -73,7 +73,7 @@ def test_what_is_no_prompt_cache_is_refused_in_one_line(model, tokenizer, tmp_pa
         (lambda: next(stream_generate(model, tokenizer, "a", prompt_cache=other)), ValueError, "8 layers"),
         (lambda: next(stream_generate(model, tokenizer, "a", prompt_cache="x")), TypeError, "make_prompt_cache"),
         (lambda: next(stream_generate(model, tokenizer, "a", prompt_cache=[])), ValueError, "0 layers"),
-        (lambda: make_prompt_cache(model, max_kv_size=64), ValueError, "max_kv_size=64"),
+        (lambda: make_prompt_cache(model, max_kv_size=5000), ValueError, "max_kv_size is 5000"),
         (lambda: load_prompt_cache(str(tmp_path / "none.safetensors")), ValueError, "none.safetensors"),
         (lambda: load_prompt_cache(str(tmp_path / "text.safetensors")), ValueError, "text.safetensors"),
         (lambda: load_prompt_cache(str(tmp_path / "weights.safetensors")), ValueError, "weights.safetensors"),

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter
+from specmlx.limits import context_limit, tokens_left, warn_if_full
 from specmlx.loading import AUTO, load, load_drafter
 from specmlx.prompt_cache import (
     close_cache,
@@ -27,6 +28,7 @@ from specmlx.speculation.loop import Token, generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
+from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
@@ -62,7 +64,7 @@ def stream_generate(
     prefill_step_size: int = 2048,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     max_kv_size: int | None = None,
-    kv_bits: int | None = None,
+    kv_bits: int | str | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     input_embeddings: mx.array | None = None,
@@ -83,14 +85,20 @@ def stream_generate(
             the prompt is the whole conversation, of which only what the cache doesn't hold is run.
         prefill_step_size: prompt tokens per step, rounded up to a multiple of 64.
         prompt_progress_callback: gets (processed, total).
+        max_kv_size: most tokens of the conversation, prompt and answer; default: what the model was made for
+            (max_position_embeddings). A longer prompt is refused, and an answer ends there with finish_reason "length"
+            and a warning.
+        kv_bits, kv_group_size: keys and values of the attention layers in mlx's format of so many bits (2 to 8) with a
+            scale for so many elements; kv_bits "int8": 8 bits with one float32 scale per token and head.
+        quantized_kv_start: from this many tokens on, rounded up to a multiple of 64; the first ones too, then.
 
     Raises ValueError for options that can't be honoured, an empty prompt, ids outside the vocabulary, max_tokens of 0.
     """
     model = as_target(model)
-    refused = {"max_kv_size": max_kv_size, "kv_bits": kv_bits, "input_embeddings": input_embeddings}
-    for name, value in refused.items():
-        if value is not None:
-            raise ValueError(f"{name} is not supported yet: leave it out")
+    if input_embeddings is not None:
+        raise ValueError("input_embeddings is not supported yet: leave it out")
+    kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
+    context_limit(model, max_kv_size)
     check_max_tokens(max_tokens)
     if prefill_step_size < 1:
         raise ValueError(f"prefill_step_size is {prefill_step_size}: it must be at least 1")
@@ -109,6 +117,8 @@ def stream_generate(
         stops,
         prompt_cache,
         stream,
+        kv_format,
+        max_kv_size,
         dict(
             width=num_draft_tokens if drafter else None,
             stop_tokens=frozenset(tokenizer.eos_token_ids),
@@ -138,19 +148,27 @@ def generate(
     return text
 
 
-def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cache, stream, options):
+def _responses(
+    model, tokenizer, ids, policy, drafter, stats, stops, prompt_cache, stream, kv_format, max_kv_size, options
+):
     from mlx_lm.generate import wired_limit
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(wired_limit(model))
         reuse = None
         if isinstance(prompt_cache, PromptCache):
-            reuse = stack.enter_context(reusing(prompt_cache, model, tokenizer, drafter, ids))
+            tokens_left(context_limit(model, max_kv_size), len(ids))
+            reuse = stack.enter_context(reusing(prompt_cache, model, tokenizer, drafter, ids, kv_format))
             prompt_cache = reuse.conversation
             options |= reuse.options(options["progress"])
-        conversation = open_cache(model, prompt_cache)
-        owner = conversation.claim()
+        conversation = open_cache(model, prompt_cache, kv_format)
         cached = 0 if reuse is None else reuse.length
+        limit = context_limit(model, max_kv_size, conversation.max_kv_size)
+        left = tokens_left(limit, len(conversation.tokens) + len(ids) - cached)
+        full = left is not None and (options["max_tokens"] < 0 or options["max_tokens"] > left)
+        if full:
+            options["max_tokens"] = left
+        owner = conversation.claim()
         tokens = generate_tokens(
             model, conversation, ids[cached:], policy, drafter, stats=stats, owner=owner, **options
         )
@@ -162,6 +180,8 @@ def _responses(model, tokenizer, ids, policy, drafter, stats, stops, prompt_cach
                 response = reply.feed(token)
                 if response.finish_reason:
                     _warn_if_idle(stats, drafter, options["width"])
+                    if full:
+                        warn_if_full(limit, response)
                 yield response
                 if response.finish_reason:
                     break

@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.drafters import checkpoint as drafter_checkpoint
+from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.proposal import Drafter
 from specmlx.targets.adopt import as_target
@@ -32,6 +33,7 @@ def load(
     trust_remote_code: bool = False,
     *,
     draft_model: Any = AUTO,
+    draft_window: int | None = None,
     dtype: mx.Dtype | str | None = None,
 ):
     """Load a target and its tokenizer as mlx_lm.load does, and keep a drafter as `model.draft_model`.
@@ -40,6 +42,8 @@ def load(
         path_or_hf_repo: a directory, a Hub id, a .gguf file beside its tokenizer, or "demo" (the embedded pair).
         draft_model: "auto" (what the target's config names, else its folder draft/, else none; nothing is downloaded
             for it), None, a path or Hub id, or a drafter.
+        draft_window: how many tokens before its proposal a block drafter looks at, at most; default: the windows of its
+            config.json, and 4096 for layers without one.
         dtype: "float32", "bfloat16", "float16" or an mx.Dtype; default: the files' own, float32 for the demo.
 
     Returns (model, tokenizer), with the config third if `return_config`. Raises ValueError in one line for what is no
@@ -66,16 +70,24 @@ def load(
     except (OSError, ValueError) as error:
         raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
     _attach(model, path, draft_model, dtype)
+    _set_window(model.draft_model, draft_window)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def load_drafter(path_or_hf_repo: str, model: nn.Module, *, dtype: mx.Dtype | str | None = None) -> Drafter:
+def load_drafter(
+    path_or_hf_repo: str,
+    model: nn.Module,
+    *,
+    dtype: mx.Dtype | str | None = None,
+    draft_window: int | None = None,
+) -> Drafter:
     """Load a drafter and pair it with a loaded target.
 
     Args:
         path_or_hf_repo: a directory, a Hub id, a drafter of the demo ("demo/dflash", …), or "mtp": the head in the
             target's own files.
         dtype: the target's own where it is unset.
+        draft_window: as in `load`.
 
     Raises ValueError in one line where the pair does not fit (both values
     named) or files are missing or corrupt.
@@ -85,8 +97,11 @@ def load_drafter(path_or_hf_repo: str, model: nn.Module, *, dtype: mx.Dtype | st
     if path_or_hf_repo == MTP:
         if not isinstance(model, Model) or model.directory is None:
             raise ValueError("draft_model='mtp' needs a target that was loaded from files: this one was not")
-        return load_mtp(model.directory, model, dtype)
-    return drafter_checkpoint.load_drafter(resolve(path_or_hf_repo), model, dtype)
+        drafter = load_mtp(model.directory, model, dtype)
+    else:
+        drafter = drafter_checkpoint.load_drafter(resolve(path_or_hf_repo), model, dtype)
+    _set_window(drafter, draft_window)
+    return drafter
 
 
 def resolve(path_or_hf_repo: str, revision: str | None = None, local_only: bool = False) -> Path:
@@ -153,6 +168,17 @@ def _attach_named(model: Model | AnyLM, path: Path, name: str, dtype: mx.Dtype |
         )
         return
     model.attach(load_drafter(found, model, dtype=dtype))
+
+
+def _set_window(drafter: Drafter | None, draft_window: int | None) -> None:
+    if draft_window is None:
+        return
+    if not isinstance(drafter, BlockDrafter):
+        what = "there is no drafter" if drafter is None else f"a {type(drafter).__name__} has no window"
+        raise ValueError(f"draft_window is {draft_window} but {what}: leave it out")
+    if draft_window < 1:
+        raise ValueError(f"draft_window is {draft_window}: it must be at least 1")
+    drafter.draft_window = draft_window
 
 
 def _dtype(dtype: mx.Dtype | str | None) -> mx.Dtype | None:

@@ -6,9 +6,11 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.formats.sealed import format_of
+from specmlx.limits import context_limit
 from specmlx.state import conversation as conversations
 from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
+from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 
@@ -25,15 +27,15 @@ class InUse:
 def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> Any:
     """The state of one conversation, to be given as `prompt_cache=` turn by turn; for mlx-lm's own models, its list.
 
-    Raises ValueError for `max_kv_size`, which can't be honoured.
+    max_kv_size: the most tokens that it may hold. Raises ValueError for one that the model was not made for.
     """
     if not isinstance(model, (Model, AnyLM)):
         from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
 
         return stock_prompt_cache(model, max_kv_size)
-    if max_kv_size is not None:
-        raise ValueError(f"max_kv_size={max_kv_size} is not supported: all keys are kept; leave it out")
+    context_limit(model, max_kv_size)
     conversation = Conversation(model.new_states())
+    conversation.max_kv_size = max_kv_size
     conversation.model = model.fingerprint
     return conversation
 
@@ -74,10 +76,16 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
         raise ValueError(f"{file_name} is no prompt cache: {' '.join(str(error).split())}") from None
 
 
-def open_cache(model: Model | AnyLM, prompt_cache: Any) -> Conversation:
-    """The conversation that `prompt_cache` (None, ours, a stock list) stands for; TypeError for anything else."""
+def open_cache(model: Model | AnyLM, prompt_cache: Any, kv_format: KVFormat | None = None) -> Conversation:
+    """The conversation that `prompt_cache` (None, ours, a stock list) stands for; TypeError for anything else.
+
+    Raises ValueError where it can't be kept in `kv_format`.
+    """
+    if kv_format is not None and (isinstance(model, AnyLM) or isinstance(prompt_cache, list)):
+        what = "this model's conversations" if isinstance(model, AnyLM) else "a list of mlx-lm's caches"
+        raise ValueError(f"kv_bits can't be had for {what}: only a hybrid's make_prompt_cache or PromptCache")
     if prompt_cache is None:
-        return Conversation(model.new_states())
+        return Conversation(model.new_states() if kv_format is None else model.new_states(1, kv_format))
     if isinstance(prompt_cache, Conversation):
         states = prompt_cache.states
         if isinstance(states, CacheStates) != isinstance(model, AnyLM) or len(states.layers) != model.state_layers:
@@ -87,6 +95,9 @@ def open_cache(model: Model | AnyLM, prompt_cache: Any) -> Conversation:
                 f"prompt_cache is a conversation of another model ({prompt_cache.model[:8]}, this one is "
                 f"{model.fingerprint[:8]}): start a new one with make_prompt_cache(model)"
             )
+        if kv_format is not None:
+            kv_format.check(model.config.head_dim)
+            states.keep_in(kv_format)
         return prompt_cache
     if not isinstance(prompt_cache, list):
         raise TypeError(f"prompt_cache is a {type(prompt_cache).__name__}: pass make_prompt_cache(model)")

@@ -10,6 +10,7 @@ from specmlx.kernels.gated_delta import GRID
 from specmlx.speculation.drafting import observe
 from specmlx.state.conversation import Conversation, Draft
 from specmlx.state.prefix import Snapshot, restore, take
+from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import CHECKPOINT, TURN, PromptCache
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
@@ -29,16 +30,18 @@ class Reuse:
         drafter: Drafter | None,
         ids: Sequence[int],
         snapshot: Snapshot | None,
+        namespace: str,
+        kv_format: KVFormat | None = None,
     ):
         self.cache = cache
         self.model = model
-        self.namespace = model.fingerprint
+        self.namespace = namespace
         self.tokenizer = tokenizer
         self.ids = ids
         self.snapshot = snapshot
         self._begun_with = snapshot
         self._drafter = drafter if isinstance(drafter, Fingerprinted) else None
-        empty = model.new_states()
+        empty = model.new_states() if kv_format is None else model.new_states(1, kv_format)
         self.conversation = Conversation(empty) if snapshot is None else restore(snapshot, empty, len(ids) + GRID)
         self.length = len(self.conversation.processed)
         if snapshot is not None and self._drafter is not None:
@@ -108,8 +111,19 @@ class Reuse:
 
 @contextmanager
 def reusing(
-    cache: PromptCache, model: Model | AnyLM, tokenizer: Any, drafter: Drafter | None, ids: Sequence[int]
+    cache: PromptCache,
+    model: Model | AnyLM,
+    tokenizer: Any,
+    drafter: Drafter | None,
+    ids: Sequence[int],
+    kv_format: KVFormat | None = None,
 ) -> Iterator[Reuse]:
-    """A request's use of the cache, for a prompt of `ids`; what it begins with is pinned while the context lasts."""
-    with cache.find(model.fingerprint, ids) as snapshot:
-        yield Reuse(cache, model, tokenizer, drafter, ids, snapshot)
+    """A request's use of the cache, for a prompt of `ids`; what it begins with is pinned while the context lasts.
+
+    Snapshots serve the same model with keys and values kept in the same format.
+    """
+    if kv_format is not None and isinstance(model, AnyLM):
+        raise ValueError("kv_bits can't be had for this model's conversations: only for a hybrid's")
+    namespace = model.fingerprint + (f" {kv_format.name}" if kv_format else "")
+    with cache.find(namespace, ids) as snapshot:
+        yield Reuse(cache, model, tokenizer, drafter, ids, snapshot, namespace, kv_format)

@@ -18,6 +18,7 @@ HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answe
 @click.command(short_help="Talk with a model.")
 @options.model_options
 @options.draft_model_option
+@options.draft_window_option
 @options.num_draft_tokens_option
 @options.system_prompt_option
 @options.chat_template_config_option
@@ -33,11 +34,13 @@ HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answe
 )
 @click.option("--show-draft", is_flag=True, help="Colour the tokens that the drafter guessed.")
 @click.option("--color/--no-color", default=None, help="Colours even into a pipe, or none; default: on terminals.")
-@options.unsupported("--max-kv-size")
+@options.kv_options
 def chat(
     target: options.ModelFlags,
     sampling: options.SamplingFlags,
+    kv: options.KVFlags,
     draft_model: str,
+    draft_window: int | None,
     num_draft_tokens: int | None,
     system_prompt: str | None,
     chat_template_config: dict[str, Any] | None,
@@ -53,8 +56,9 @@ def chat(
     from specmlx.generation import PromptCache, summary
 
     sampling.check()
+    kv_settings = kv.settings()
     with answers():
-        model, tokenizer = target.load(draft_model)
+        model, tokenizer = target.load(draft_model, draft_window=draft_window)
     options.check_width(model.draft_model, num_draft_tokens, model.no_draft_reason)
     if not tokenizer.has_chat_template:
         raise ValueError(f"the tokenizer of {target.model} has no chat template: use specmlx generate")
@@ -76,6 +80,7 @@ def chat(
             sampler=sampling.sampler(tokenizer),
             logits_processors=sampling.processors(),
             prefill_step_size=prefill_step_size,
+            **kv_settings,
         )
 
     dialogue = begin()

@@ -18,6 +18,7 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @click.command(short_help="Answer one prompt.")
 @options.model_options
 @options.draft_model_option
+@options.draft_window_option
 @options.num_draft_tokens_option
 @click.option("--prompt", "-p", default=PROMPT, show_default=True, help="- reads stdin, without its last line end.")
 @options.template_options
@@ -33,17 +34,16 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @click.option(
     "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Keep what each round did: specmlx view."
 )
-@options.unsupported("--max-kv-size")
-@options.unsupported("--kv-bits")
-@options.unsupported("--kv-group-size")
-@options.unsupported("--quantized-kv-start")
+@options.kv_options
 @options.unsupported("--quantize-activations", "-qa", is_flag=True)
 @options.unsupported("--image", multiple=True)
 def generate(
     target: options.ModelFlags,
     sampling: options.SamplingFlags,
     template: options.TemplateFlags,
+    kv: options.KVFlags,
     draft_model: str,
+    draft_window: int | None,
     num_draft_tokens: int | None,
     prompt: str,
     prefill_response: str | None,
@@ -60,11 +60,12 @@ def generate(
     from specmlx.generation import stream_generate, summary
 
     sampling.check()
+    kv_settings = kv.settings()
     prompt = _read(prompt)
     recorder = _recorder(trace)
     with answers() as out:
         target, prompt_cache, tokenizer_config = _cached(prompt_cache_file, target)
-        model, tokenizer = target.load(draft_model, tokenizer_config)
+        model, tokenizer = target.load(draft_model, tokenizer_config, draft_window)
         goes_on = prompt_cache is not None
         if prompt_cache_file and prompt_cache is None:
             prompt_cache = _prompts(prompt_cache_file, model)
@@ -85,6 +86,7 @@ def generate(
             prompt_cache=prompt_cache,
             prefill_step_size=prefill_step_size,
             prompt_progress_callback=prefill_status,
+            **kv_settings,
         ):
             if verbose and not tokens:
                 note(f"{target.model}: {options.effective_mode(model, num_draft_tokens, response.stats)}")

@@ -5,7 +5,7 @@ import functools
 import json
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,7 +29,12 @@ class ModelFlags:
     adapter_path: str | None
     trust_remote_code: bool
 
-    def load(self, draft_model: str | None = "auto", tokenizer_config: dict | None = None):
+    def load(
+        self,
+        draft_model: str | None = "auto",
+        tokenizer_config: dict | None = None,
+        draft_window: int | None = None,
+    ):
         """(model, tokenizer), the drafter kept on the model; `draft_model` may be "none". Raises ValueError."""
         from specmlx.loading import load
 
@@ -37,6 +42,7 @@ class ModelFlags:
             return load(
                 self.model,
                 draft_model=None if draft_model == "none" else draft_model,
+                draft_window=draft_window,
                 dtype=self.dtype,
                 adapter_path=self.adapter_path,
                 trust_remote_code=self.trust_remote_code,
@@ -237,6 +243,13 @@ draft_model_option = click.option(
     help="Drafter; auto takes what the target names, none decodes plainly.",
 )
 
+draft_window_option = click.option(
+    "--draft-window",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens that a block drafter looks back at; default: its config's, 4096 for layers that have none.",
+)
+
 num_draft_tokens_option = click.option(
     "--num-draft-tokens",
     type=click.IntRange(min=0),
@@ -250,6 +263,48 @@ prefill_step_size_option = click.option(
     default=2048,
     show_default=True,
     help="Prompt tokens per step, rounded up to a multiple of 64.",
+)
+
+
+def _kv_bits(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    return int(value) if value is not None and value.isdigit() else value
+
+
+@dataclass(frozen=True)
+class KVFlags:
+    """How much of a conversation is kept, and how."""
+
+    max_kv_size: int | None
+    kv_bits: int | str | None
+    kv_group_size: int
+    quantized_kv_start: int
+
+    def settings(self) -> dict[str, Any]:
+        """Keywords of `stream_generate`. Raises ValueError for bad values."""
+        from specmlx.state.quantized_kv import KVFormat
+
+        KVFormat.read(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
+        return asdict(self)
+
+
+kv_options = grouped(
+    "kv",
+    KVFlags,
+    click.option(
+        "--max-kv-size",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Most tokens of a conversation; default: the model's positions. What is longer is refused.",
+    ),
+    click.option("--kv-bits", metavar="N|int8", callback=_kv_bits, help="Keys and values in 2 to 8 bits, or int8."),
+    click.option("--kv-group-size", type=int, default=64, show_default=True, help="Elements that share a scale."),
+    click.option(
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        show_default=True,
+        help="From this many tokens on, rounded up to a multiple of 64.",
+    ),
 )
 
 prompt_cache_bytes_option = click.option(

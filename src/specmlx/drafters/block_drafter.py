@@ -12,6 +12,9 @@ from specmlx.drafters.vocabulary import DraftVocabulary
 from specmlx.formats.identity import fingerprint
 from specmlx.state.kv import reserve, write
 
+# How many rows before the anchor the layers see that have no window of their own.
+DRAFT_WINDOW = 4096
+
 
 class Target(Protocol):
     """What a drafter uses of its target: its sizes, its embedding and its head."""
@@ -36,23 +39,24 @@ class BlockDrafter:
         self.config = model.config
         self.tap_ids = self.config.target_layer_ids
         self.max_width = self.config.max_width
+        self.draft_window: int | None = DRAFT_WINDOW
         # The head is run in its own dtype, else its weights would be converted for every pass.
         self.target_dtype = target.embed_tokens(mx.zeros((1,), dtype=mx.int32)).dtype
         self.vocabulary = vocabulary
 
     @cached_property
     def fingerprint(self) -> str:
-        """A name for the drafter's weights, taken when it is first asked for."""
-        return fingerprint(self.model, self.config)
+        """A name for the drafter's weights and window, taken when it is first asked for."""
+        return f"{fingerprint(self.model, self.config)}-{self.draft_window}"
 
     @property
     def window(self) -> int | None:
         """The rows before the anchor that a proposal looks at, in any layer; None: all."""
-        windows = self.config.windows
-        return None if None in windows else max(windows)
+        keeps = [rows.keep for rows in self.new_context().groups]
+        return None if None in keeps else max(keeps)
 
     def new_context(self, batch: int = 1, start: int = 0) -> Context:
-        return Context(self.config.windows, batch, start)
+        return Context(self.config.windows, batch, start, self.draft_window)
 
     def observe(self, context: Context, tokens: mx.array, features: mx.array, count: int | mx.array) -> None:
         """See `Drafter.observe`; block drafters read the taps only.
@@ -72,9 +76,9 @@ class BlockDrafter:
             features = mx.where((mx.arange(n) < count[:, None])[..., None], features, 0)
         if n == 0:
             return
-        # A window looks back at window - 1 rows: of a long prefill step only the last are worth projecting.
+        # Of a long prefill step only the last rows are worth projecting.
         known = isinstance(count, int)
-        skips = [max(n - rows.window + 1, 0) if known and rows.window else 0 for rows in context.groups]
+        skips = [max(n - rows.keep, 0) if known and rows.keep is not None else 0 for rows in context.groups]
         first = min(skips)
         projected = self.model.project(features[:, first:])
         for rows, skip in zip(context.groups, skips, strict=True):
@@ -84,8 +88,9 @@ class BlockDrafter:
 
     def _append(self, rows: Rows, projected: mx.array, count: int | mx.array) -> None:
         n = projected.shape[1]
-        if rows.window and rows.bound and rows.bound + n > 2 * (rows.window + self.config.block_size) + SLACK:
-            rows.drop(rows.window - 1)
+        most = None if rows.keep is None else 2 * (rows.keep + self.config.block_size) + SLACK
+        if most and rows.bound and rows.bound + n > most:
+            rows.drop(rows.keep)
         rows.before = (rows.length, rows.bound)
         positions = (rows.base + rows.length)[:, None] + mx.arange(n, dtype=mx.int32)
         for i in rows.layers:
@@ -117,7 +122,11 @@ class BlockDrafter:
         for rows in context.groups:
             length = rows.bound + R
             keys = mx.arange(length, dtype=mx.int32)
-            mask = (keys < (rows.length + R)[:, None])[:, None, None, :]
+            mask = keys < (rows.length + R)[:, None]
+            if rows.keep is not None:
+                # Rows that are still there, but not for long, are not seen: when they go must not matter.
+                mask = mask & (keys >= (rows.length - rows.keep)[:, None])
+            mask = mask[:, None, None, :]
             queries = (rows.base + rows.length)[:, None] + offsets
             seen = self.model.visible(rows.window, queries, rows.base[:, None] + keys)
             mask = mask if seen is None else mask & seen

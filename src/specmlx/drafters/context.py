@@ -15,12 +15,14 @@ class Rows:
 
     Row j of lane b's buffers stands at the absolute position base[b] + j; rows from length[b] on are stale,
     finite, and masked. `bound` is what the host knows of the lengths: no lane has more rows. `before` are length and
-    bound as they were when the newest rows were appended.
+    bound as they were when the newest rows were appended. No block looks at more than the last `keep` rows.
     """
 
-    def __init__(self, layers: Sequence[int], window: int | None, batch: int, start: int):
+    def __init__(self, layers: Sequence[int], window: int | None, batch: int, start: int, most: int | None = None):
         self.layers = tuple(layers)
         self.window = window
+        keeps = [n for n in (window and window - 1, most) if n is not None]
+        self.keep = min(keeps) if keeps else None
         self.base = mx.full((batch,), start, dtype=mx.int32)
         self.length = mx.zeros((batch,), dtype=mx.int32)
         self.bound = 0
@@ -46,12 +48,12 @@ class Rows:
 
 
 class Context:
-    """All that a block drafter keeps of a request: one `Rows` per window."""
+    """All that a block drafter keeps of a request: one `Rows` per window, none of more than `most` rows."""
 
-    def __init__(self, windows: Sequence[int | None], batch: int = 1, start: int = 0):
-        self.windows, self.batch = tuple(windows), batch
+    def __init__(self, windows: Sequence[int | None], batch: int = 1, start: int = 0, most: int | None = None):
+        self.windows, self.batch, self.most = tuple(windows), batch, most
         self.groups = [
-            Rows([i for i, w in enumerate(windows) if w == window], window, batch, start)
+            Rows([i for i, w in enumerate(windows) if w == window], window, batch, start, most)
             for window in dict.fromkeys(windows)
         ]
 
@@ -77,7 +79,7 @@ class Context:
     def joined(self, others: "Sequence[Context]") -> "Context":
         """See `drafters.proposal.Joinable`."""
         contexts = [self, *others]
-        joined = Context(self.windows, sum(context.batch for context in contexts))
+        joined = Context(self.windows, sum(context.batch for context in contexts), most=self.most)
         for rows, parts in zip(joined.groups, zip(*(c.groups for c in contexts), strict=True), strict=True):
             rows.base = mx.concatenate([part.base for part in parts])
             rows.length = mx.concatenate([part.length for part in parts])
@@ -89,7 +91,7 @@ class Context:
 
     def lanes(self, indices: Sequence[int]) -> "Context":
         at = mx.array(indices, dtype=mx.int32)
-        some = Context(self.windows, len(indices))
+        some = Context(self.windows, len(indices), most=self.most)
         for rows, mine in zip(some.groups, self.groups, strict=True):
             rows.base, rows.length, rows.bound = mine.base[at], mine.length[at], mine.bound
             rows.before = (rows.length, rows.bound)
@@ -101,7 +103,7 @@ class Context:
         packed = {}
         for rows in self.groups:
             length = rows.length[lane].item()
-            keep = length if rows.window is None else min(length, rows.window - 1)
+            keep = length if rows.keep is None else min(length, rows.keep)
             key = str(rows.layers[0])
             packed[f"{key}.base"] = rows.base[lane : lane + 1] + (length - keep)
             packed[f"{key}.length"] = mx.array([keep], dtype=mx.int32)

@@ -83,13 +83,17 @@ def generate_tokens(
 
     looks_ahead = lookahead and conversation.states.looks_ahead and not policy.sequential
 
-    def left(given: int) -> int:
-        """The width of a round behind so many tokens."""
-        return width if max_tokens < 0 else min(width, max_tokens - given - 1)
+    def left(given: int, room: int | None = None) -> int:
+        """The width of a round behind so many tokens, whose pass has no more rows than there is `room` for."""
+        most = width if max_tokens < 0 else min(width, max_tokens - given - 1)
+        return most if room is None else min(most, room - 1)
 
     def following(round: Round) -> Round | Exception | None:
         """The next round, if it is known before this one is read. What it raises has to wait for this one's tokens."""
         if not looks_ahead or left(stats.generation_tokens + round.width + 1) != width:
+            return None
+        room = conversation.states.room
+        if room is not None and room < 2 * (width + 1):
             return None
         try:
             return issue(target, conversation, policy, drafter, width, history, after=round)
@@ -101,9 +105,8 @@ def generate_tokens(
     ahead = None
     while True:
         conversation.check(owner)
-        round = ahead or issue(
-            target, conversation, policy, drafter, left(stats.generation_tokens), history, stop_tokens
-        )
+        width_now = left(stats.generation_tokens, conversation.states.room)
+        round = ahead or issue(target, conversation, policy, drafter, width_now, history, stop_tokens)
         ahead = following(round)
         (read,) = round.read(conversation.states)
         given, accepted, bad_rows = read.tokens(target.vocab_size), read.accepted, read.bad_rows

@@ -23,6 +23,7 @@ class CacheStates:
     batch = 1
     # mlx-lm's caches are written as a pass is built, so none can be built ahead.
     looks_ahead = False
+    room = None
 
     def __init__(self, caches: list, length: int = 0):
         self.caches = [_own(cache) for cache in caches]

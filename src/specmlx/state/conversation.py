@@ -1,6 +1,7 @@
 """One conversation: the ids in the state, the one that is not in yet, and what target and drafter keep of them."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from specmlx.formats.sealed import load_sealed, save_sealed
 from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates, Pass
+from specmlx.state.quantized_kv import KVFormat, of_arrays
 from specmlx.state.recurrent import Recurrent
 
 FORMAT = "specmlx-conversation-2"
@@ -41,7 +43,8 @@ class Conversation:
     One request at a time owns it: `claim` takes it over, and an older owner's next step raises.
     An interrupt may fall anywhere: ids are recorded before their rows enter the states, and `settle` takes back those
     whose rows did not. `exact` counts the first rows that are as a cold prefill would have left them, bit for bit.
-    `model` is the fingerprint of the model whose states these are; None where it is not known.
+    `model` is the fingerprint of the model whose states these are; None where it is not known. `max_kv_size`: the most
+    tokens that it may hold, if there is a limit of its own.
     """
 
     def __init__(self, states: LayerStates, processed: list[int] | None = None, pending: int | None = None):
@@ -52,6 +55,7 @@ class Conversation:
         self.unobserved: Observable | None = None
         self.exact = 0
         self.model: str | None = None
+        self.max_kv_size: int | None = None
         self._owner = 0
 
     @property
@@ -114,15 +118,17 @@ def save(path: str | Path, conversation: Conversation, metadata: dict[str, str] 
 
     Drafter contexts are not kept.
     """
-    arrays = {}
-    for i, layer in enumerate(conversation.states.folded()):
+    arrays, states = {}, conversation.states
+    for i, layer in enumerate(states.folded()):
         if isinstance(layer, KV):
-            length = conversation.states.length
-            arrays |= {f"{i}.keys": layer.keys[:, :, :length], f"{i}.values": layer.values[:, :, :length]}
+            length = states.length
+            arrays |= {f"{i}.kv.{part}": x[:, :, :length] for part, x in enumerate(layer.arrays())}
         elif layer is not None:
             arrays |= {f"{i}.S": layer.S, f"{i}.conv": layer.conv}
     header = {
         "model": json.dumps(conversation.model),
+        "kv_format": json.dumps(states.kv_format and asdict(states.kv_format)),
+        "max_kv_size": json.dumps(conversation.max_kv_size),
         "layers": str(len(conversation.states.layers)),
         "processed": json.dumps(conversation.processed),
         "pending": json.dumps(conversation.pending),
@@ -139,12 +145,14 @@ def load(path: str | Path) -> tuple[Conversation, dict[str, str]]:
         if f"{i}.S" in arrays:
             layers.append(Recurrent(arrays[f"{i}.S"], arrays[f"{i}.conv"]))
         else:
-            layers.append(KV(arrays[f"{i}.keys"], arrays[f"{i}.values"]) if f"{i}.keys" in arrays else None)
+            parts = sorted(name for name in arrays if name.startswith(f"{i}.kv."))
+            layers.append(of_arrays([arrays[name] for name in parts]) if parts else None)
     processed = json.loads(header["processed"])
-    states = LayerStates(layers)
+    kv_format = json.loads(header["kv_format"])
+    states = LayerStates(layers, kv_format=kv_format and KVFormat(**kv_format))
     if processed:
         states.open(Pass(len(processed), layers))
         states.commit(len(processed))
     conversation = Conversation(states, processed, json.loads(header["pending"]))
-    conversation.model = json.loads(header["model"])
+    conversation.model, conversation.max_kv_size = json.loads(header["model"]), json.loads(header["max_kv_size"])
     return conversation, json.loads(header["metadata"])

@@ -20,7 +20,15 @@ class KV(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return sum(x.nbytes for x in self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        """All buffers."""
+        return [self.keys, self.values]
+
+    def with_arrays(self, arrays: Sequence[mx.array]) -> "KV":
+        """Others of the same kind, made of such a list."""
+        return KV(*arrays)
 
 
 def reserve(kv: KV | None, capacity: int, keys_like: mx.array, values_like: mx.array, step: int = STEP) -> KV:
@@ -75,18 +83,19 @@ def merge(parts: Sequence[tuple[KV | None, int]]) -> KV | None:
     capacity = max(kv.capacity for kv, _ in parts if kv is not None)
 
     def joined(which: int) -> mx.array:
-        _, H, _, *rest = like[which].shape
+        example = like.arrays()[which]
+        _, H, _, *rest = example.shape
         columns = []
         for kv, lanes in parts:
-            have = [] if kv is None else [kv[which]]
+            have = [] if kv is None else [kv.arrays()[which]]
             missing = capacity - (0 if kv is None else kv.capacity)
-            room = [mx.zeros((lanes, H, missing, *rest), dtype=like[which].dtype)] if missing else []
+            room = [mx.zeros((lanes, H, missing, *rest), dtype=example.dtype)] if missing else []
             columns.append(mx.concatenate([*have, *room], axis=2) if len(have + room) > 1 else (have + room)[0])
         return mx.concatenate(columns)
 
-    return type(like)(*map(joined, range(len(like))))
+    return like.with_arrays([joined(which) for which in range(len(like.arrays()))])
 
 
 def take(kv: KV, lanes: mx.array) -> KV:
     """The buffers of some lanes, by their indices `[b]`."""
-    return type(kv)(*(buffer[lanes] for buffer in kv))
+    return kv.with_arrays([buffer[lanes] for buffer in kv.arrays()])

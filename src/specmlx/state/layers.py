@@ -84,6 +84,12 @@ class LayerStates:
             raise RuntimeError("the last pass was neither committed nor aborted: call commit(n) or abort() first")
         return Origin(self.length, self.count, self.bound + T)
 
+    def keep_in(self, kv_format: KVFormat) -> None:
+        """Keep attention rows in a format from its start on. Raises ValueError where they are in another already."""
+        if self.kv_format not in (None, kv_format):
+            raise ValueError(f"the conversation's keys are kept as {self.kv_format.name}, not as {kv_format.name}")
+        self.kv_format = kv_format
+
     @property
     def room(self) -> int | None:
         """How many rows the next pass may have at most, since none may be both before `kv_format`'s start and behind.
@@ -120,7 +126,7 @@ class LayerStates:
         """
         self._refuse_if_broken()
         layers = [a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)]
-        states = LayerStates(layers, self.batch)
+        states = LayerStates(layers, self.batch, self.kv_format)
         states.start, states.count = self.length, count
         states.bound = self._bound_before + (count if isinstance(count, int) else self._pass.rows)
         return states

@@ -19,6 +19,7 @@ from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
 from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates, Pass
+from specmlx.state.quantized_kv import of_arrays
 from specmlx.state.recurrent import Recurrent
 
 
@@ -126,8 +127,8 @@ def take(
         if isinstance(layer, Recurrent):
             recurrent[i] = Recurrent(mx.contiguous(layer.S[lanes]), mx.contiguous(layer.conv[lanes]))
         elif layer is not None:
-            kvs[i] = KV(*(mx.contiguous(x[lanes, :, start:length]) for x in layer))
-    mx.eval([*kvs.values(), *(x[:2] for x in recurrent.values())], drafts)
+            kvs[i] = layer.with_arrays([mx.contiguous(x[lanes, :, start:length]) for x in layer.arrays()])
+    mx.eval([*(kv.arrays() for kv in kvs.values())], [x[:2] for x in recurrent.values()], drafts)
     piece = before if start == length and before is not None else Piece(ids[start:], kvs, before)
     return Snapshot(piece, recurrent, conversation.exact >= length and length % GRID == 0, drafts)
 
@@ -146,7 +147,10 @@ def restore(snapshot: Snapshot, empty: LayerStates | CacheStates, capacity: int)
         if i in snapshot.recurrent:
             layers.append(snapshot.recurrent[i])
         else:
-            layers.append(_joined([piece.kvs[i] for piece in pieces], capacity) if i in pieces[-1].kvs else layer)
+            kv_format = empty.kv_format if empty.kv_format and snapshot.length >= empty.kv_format.start else None
+            kvs = [piece.kvs[i] for piece in pieces if i in piece.kvs]
+            kvs = [kv_format.converted(kv) for kv in kvs] if kv_format else kvs
+            layers.append(_joined(kvs, capacity) if kvs else layer)
     empty.open(Pass(snapshot.length, layers))
     empty.evaluate()
     empty.commit(snapshot.length)
@@ -156,12 +160,12 @@ def restore(snapshot: Snapshot, empty: LayerStates | CacheStates, capacity: int)
 
 
 def _joined(kvs: list[KV], capacity: int) -> KV:
-    def joined(buffers: list[mx.array]) -> mx.array:
-        B, H, _, D = buffers[0].shape
-        room = max(capacity - sum(x.shape[2] for x in buffers), 0)
-        return mx.concatenate([*buffers, mx.zeros((B, H, room, D), dtype=buffers[0].dtype)], axis=2)
-
-    return KV(joined([kv.keys for kv in kvs]), joined([kv.values for kv in kvs]))
+    room = max(capacity - sum(kv.capacity for kv in kvs), 0)
+    parts = []
+    for same in zip(*(kv.arrays() for kv in kvs), strict=True):
+        B, H, _, D = same[0].shape
+        parts.append(mx.concatenate([*same, mx.zeros((B, H, room, D), dtype=same[0].dtype)], axis=2))
+    return of_arrays(parts)
 
 
 def spans(start: int, stop: int, marks: Collection[int], window: int | None) -> Iterator[tuple[int, bool]]:

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from specmlx.state.kv import KV
 from specmlx.state.prefix import Piece, Snapshot
+from specmlx.state.quantized_kv import of_arrays
 from specmlx.state.recurrent import Recurrent
 
 FORMAT = "specmlx-prompts-1"
@@ -32,10 +32,11 @@ def pack(held: Iterable[Held]) -> tuple[dict[str, mx.array], dict[str, Any]]:
                 continue
             n = numbers[piece] = len(pieces)
             before = None if piece.before is None else numbers[piece.before]
-            pieces.append({"before": before, "layers": sorted(piece.kvs)})
+            parts = {i: len(kv.arrays()) for i, kv in piece.kvs.items()}
+            pieces.append({"before": before, "parts": parts})
             arrays[f"piece.{n}.ids"] = mx.array(piece.ids)
             for i, kv in piece.kvs.items():
-                arrays |= {f"piece.{n}.{i}.keys": kv.keys, f"piece.{n}.{i}.values": kv.values}
+                arrays |= {f"piece.{n}.{i}.{part}": x for part, x in enumerate(kv.arrays())}
         n = len(snapshots)
         for i, layer in snapshot.recurrent.items():
             arrays |= {f"snapshot.{n}.{i}.S": layer.S, f"snapshot.{n}.{i}.conv": layer.conv}
@@ -60,7 +61,10 @@ def unpack(arrays: dict[str, mx.array], description: str) -> list[Held]:
     pieces: list[Piece] = []
     for n, entry in enumerate(parsed["pieces"]):
         before = None if entry["before"] is None else pieces[entry["before"]]
-        kvs = {i: KV(arrays[f"piece.{n}.{i}.keys"], arrays[f"piece.{n}.{i}.values"]) for i in entry["layers"]}
+        kvs = {
+            int(i): of_arrays([arrays[f"piece.{n}.{i}.{part}"] for part in range(parts)])
+            for i, parts in entry["parts"].items()
+        }
         pieces.append(Piece(np.array(arrays[f"piece.{n}.ids"]), kvs, before))
     held = []
     for n, entry in enumerate(parsed["snapshots"]):

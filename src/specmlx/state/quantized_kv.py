@@ -1,10 +1,11 @@
 """Keys and values in 8 bits and fewer: each row is quantized as it is written, on its own."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from specmlx.kernels.attention import Stored
 from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import KV, reserve, write
 
@@ -32,9 +33,19 @@ class QuantizedKV(KV):
     def capacity(self) -> int:
         return self.keys[0].shape[2]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+    def arrays(self) -> list[mx.array]:
+        return [*self.keys, *self.values]
+
+    def with_arrays(self, arrays: Sequence[mx.array]) -> "QuantizedKV":
+        return of_arrays(arrays)
+
+
+def of_arrays(arrays: Sequence[mx.array]) -> KV:
+    """The buffers whose `arrays` these are."""
+    if len(arrays) == 2:
+        return KV(*arrays)
+    half = len(arrays) // 2
+    return QuantizedKV(tuple(arrays[:half]), tuple(arrays[half:]))
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,8 @@ class KVFormat:
     @property
     def name(self) -> str:
         """What tells states in this format from others'."""
-        return f"{self.bits}/{self.group_size or INT8}/{self.start}"
+        how = INT8 if self.group_size is None else f"{self.bits} bits in groups of {self.group_size}"
+        return f"{how} from token {self.start} on"
 
     def check(self, head_dim: int) -> None:
         """Raises ValueError where groups don't fit a head of this size."""
@@ -100,6 +112,11 @@ class KVFormat:
         grown = [reserve(part, length, *row) for part, row in zip(old, rows, strict=True)]
         return QuantizedKV.of([write(part, *row, start) for part, row in zip(grown, rows, strict=True)])
 
+    def stored(self, kv: QuantizedKV) -> tuple[Stored, Stored]:
+        """Keys and values as the attention kernels take them."""
+        parts = ((*x, None)[:3] for x in kv)
+        return tuple(Stored(*x, self.bits) for x in parts)
+
     def attend(self, q: mx.array, kv: QuantizedKV, length: int, scale: float, mask: mx.array | str | None) -> mx.array:
         """softmax(scale q kᵀ) v of rows `[B, Hq, T, D]` over the first `length` rows, by mlx_lm's operations."""
         from mlx_lm.models.base import quantized_scaled_dot_product_attention
@@ -121,21 +138,3 @@ def _affine(codes: mx.array, scales: mx.array, groups: int) -> tuple[mx.array, m
     """int8 codes with a scale a row in mlx's own 8 bits: s c = s (c + 128) - 128 s, the scale being every group's."""
     scales = mx.repeat(scales, groups, axis=-1)
     return (codes.view(mx.uint8) ^ 128).view(mx.uint32), scales, -128 * scales
-
-
-def mapped(kv: KV, change: Callable[[mx.array], mx.array]) -> KV:
-    """Buffers changed one by one."""
-    return of_buffers([change(x) for x in buffers(kv)])
-
-
-def buffers(kv: KV) -> list[mx.array]:
-    """All arrays of a layer's buffers: its keys' parts, then its values'."""
-    return [*kv.keys, *kv.values] if isinstance(kv, QuantizedKV) else [kv.keys, kv.values]
-
-
-def of_buffers(arrays: Sequence[mx.array]) -> KV:
-    """What `buffers` was given."""
-    if len(arrays) == 2:
-        return KV(*arrays)
-    half = len(arrays) // 2
-    return QuantizedKV(tuple(arrays[:half]), tuple(arrays[half:]))

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
-from specmlx.kernels.attention import Stored, attention
+from specmlx.kernels.attention import Stored, attention, runs
 from specmlx.state.kv import KV, reserve, write
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.config import HybridConfig
@@ -57,7 +57,12 @@ class Attention(nn.Module):
         k, v = self.keys_values(x, start)
         if kv_format is not None:
             kv = kv_format.written(kv, k, v, start, length)
-            return self.output(kv_format.attend(q, kv, length, self.scale, mask), gate), kv
+            keys, values = kv_format.stored(kv)
+            if runs(q, keys, values):
+                o = attention(q, keys, values, start, length, self.scale, mask, first=first)
+            else:
+                o = kv_format.attend(q, kv, length, self.scale, mask)
+            return self.output(o, gate), kv
         if length:
             kv = write(reserve(kv, length, k, v), k, v, start)
             o = attention(q, Stored(kv.keys), Stored(kv.values), start, length, self.scale, mask, first=first)

@@ -8,7 +8,12 @@ from specmlx.kernels.attention import metal, reference
 from specmlx.kernels.attention.reference import Stored
 from specmlx.kernels.backend import metal_factory
 
-__all__ = ["Stored", "attention"]
+__all__ = ["Stored", "attention", "runs"]
+
+
+def runs(q: mx.array, keys: Stored, values: Stored) -> bool:
+    """Whether there is Metal, with a kernel for these rows and this buffer."""
+    return metal_factory() is not None and metal.supports(q, keys, values)
 
 
 def attention(

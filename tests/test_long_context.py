@@ -1,0 +1,224 @@
+"""Long contexts: quantized keys and values, a bounded drafter, memory by the accounting, and what a limit does."""
+
+import mlx.core as mx
+import pytest
+from click.testing import CliRunner
+from mlx_lm.models.cache import QuantizedKVCache
+from rig import (
+    SMALL,
+    by_steps,
+    collect,
+    in_rounds,
+    mlx_lm_twin,
+    same_bits,
+    small_tokenizer,
+    tiny,
+    tokens,
+)
+from scripted import ScriptedDrafter, right_with
+
+import specmlx
+from specmlx import PromptCache
+from specmlx.cli import main
+from specmlx.generation import stream_generate
+from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from specmlx.state.quantized_kv import KVFormat, QuantizedKV
+
+VARIANTS = {"fp32": {}, "bf16": dict(dtype=mx.bfloat16), "4-bit": dict(bits=4)}
+FORMATS = {"8": KVFormat(8, 32), "4 from 128 on": KVFormat(4, 32, 128), "int8 from 64 on": KVFormat(8, None, 64)}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def fp32():
+    return tiny(3, **SMALL)
+
+
+def ids(seed: int, n: int) -> list[int]:
+    return tokens(seed, n, 282)[0].tolist()
+
+
+def quantized_leaves(states) -> list[mx.array]:
+    """What the committed rows left, keys and values as they are stored."""
+    found = []
+    for layer in states.folded():
+        found += [x[0, :, : states.length] for x in layer.arrays()] if hasattr(layer, "keys") else [*layer[:2]]
+    return found
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_quantized_keys_by_steps_are_mlx_lms_bit_for_bit(variant):
+    model = tiny(3, **SMALL, **VARIANTS[variant])
+    twin = mlx_lm_twin(model, **SMALL)
+    caches = twin.make_cache()
+    caches[1], caches[3] = (QuantizedKVCache(group_size=32, bits=4) for _ in range(2))
+    text = ids(1, 40)
+    want = by_steps(twin, caches, text)
+    states = model.new_states(1, KVFormat(4, 32))
+    got = in_rounds(model, states, text, seed=5)
+    assert same_bits(got, want)
+    ours = [x for layer in states.layers if isinstance(layer, QuantizedKV) for x in layer.arrays()]
+    theirs = [x for cache in (caches[1], caches[3]) for x in (*cache.keys, *cache.values)]
+    assert same_bits([x[:, :, :40] for x in ours], [x[:, :, :40] for x in theirs])
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_quantized_keys_are_the_same_at_every_width_and_acceptance(tokenizer, variant, name):
+    model, kv = tiny(3, **SMALL, **VARIANTS[variant]), FORMATS[name]
+    options = dict(
+        kv_bits=kv.bits if kv.group_size else "int8", kv_group_size=32, quantized_kv_start=max(kv.start - 30, 0)
+    )
+    prompt, states, text = ids(2, max(kv.start - 15, 50)), {}, []
+    for width in (0, 3, 7):
+        conversation = make_prompt_cache(model)
+        drafter = ScriptedDrafter(text, right_with(0.7, width), 7, tap_ids=()) if width else None
+        stream = stream_generate(
+            model, tokenizer, prompt, 40, drafter, num_draft_tokens=width or None, prompt_cache=conversation, **options
+        )
+        _, given, last = collect(stream)
+        if width == 0:
+            text += prompt + given
+        assert len(given) > 15 and prompt + given == text
+        states[width] = quantized_leaves(conversation.states)
+        assert isinstance(conversation.states.layers[1], QuantizedKV)
+    assert same_bits(states[0], states[3]) and same_bits(states[0], states[7])
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_prompts_are_reused_and_saved_bit_for_bit(fp32, tokenizer, name, tmp_path):
+    kv = FORMATS[name]
+    options = dict(kv_bits=kv.bits if kv.group_size else "int8", kv_group_size=32, quantized_kv_start=kv.start)
+    prompt, caches = ids(1, 230), [PromptCache(), PromptCache(checkpoint_every=64, keep_answers=False)]
+    list(stream_generate(fp32, tokenizer, prompt[:110], 1, prompt_cache=caches[1], **options))
+    list(stream_generate(fp32, tokenizer, [*prompt[:200], 5], 1, prompt_cache=caches[1], **options))
+    caches[1].save(tmp_path / "prompts")
+    caches[1].clear()
+    caches[1].load(tmp_path / "prompts")
+    caches[1].keep_answers = True
+    ends = []
+    for cache in caches:
+        _, given, last = collect(stream_generate(fp32, tokenizer, prompt, 9, prompt_cache=cache, **options))
+        text = prompt + given[:-1]
+        with cache.find(cache.snapshots()[-1][0], [*text, 0]) as snapshot:
+            assert snapshot.length == len(text)
+            pieces = [piece.kvs for piece in snapshot.piece.chain()]
+        quantized = [kv.converted(kvs[i]) for i in (1, 3) for kvs in pieces]
+        parts = [[q.arrays()[j] for q in quantized] for j in range(len(quantized[0].arrays()))]
+        state = [x for layer in snapshot.recurrent.values() for x in layer[:2]]
+        ends.append((given, state + [mx.concatenate(part, axis=2) for part in parts]))
+    assert last.cached_tokens == 192
+    assert ends[0][0] == ends[1][0] and same_bits(ends[0][1], ends[1][1])
+    assert list(stream_generate(fp32, tokenizer, prompt, 1, prompt_cache=caches[1]))[-1].cached_tokens == 0
+
+
+def test_a_quantized_conversation_is_saved_as_it_is(fp32, tokenizer, tmp_path):
+    options = dict(kv_bits=8, kv_group_size=32, quantized_kv_start=64)
+    conversation, whole = make_prompt_cache(fp32), make_prompt_cache(fp32)
+    for held in (conversation, whole):
+        list(stream_generate(fp32, tokenizer, ids(1, 60), 20, prompt_cache=held, **options))
+    save_prompt_cache(tmp_path / "c", conversation)
+    loaded = load_prompt_cache(tmp_path / "c")
+    assert loaded.states.kv_format == KVFormat(8, 32, 64) and loaded.nbytes < make_prompt_cache(fp32).nbytes * 4
+    ends = [[r.token for r in stream_generate(fp32, tokenizer, [5], 9, prompt_cache=c)] for c in (loaded, whole)]
+    assert ends[0] == ends[1]
+    with pytest.raises(ValueError, match="8 bits in groups of 32 from token 64 on, not as int8 from token 0 on"):
+        next(stream_generate(fp32, tokenizer, [5], 9, prompt_cache=whole, kv_bits="int8", quantized_kv_start=0))
+
+
+def test_an_int8_row_is_as_near_as_its_scale_allows():
+    x = mx.random.normal((1, 2, 50, 64), key=mx.random.key(0)) * mx.exp(
+        3 * mx.random.normal((1, 2, 50, 1), key=mx.random.key(1))
+    )
+    x[0, 0, 3] = 0
+    codes, scale = KVFormat(8, None).quantized(x)
+    assert codes.dtype == mx.int8 and scale.dtype == mx.float32 and scale.shape == (1, 2, 50, 1)
+    assert mx.all(mx.abs(codes * scale - x) <= 0.5001 * scale).item()
+    assert mx.all(mx.abs(codes).max(axis=-1) == 127).item() is False and mx.abs(codes[0, 0, 3]).max().item() == 0
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        (dict(kv_bits=7), "kv_bits is 7"),
+        (dict(kv_bits=8, kv_group_size=48), "kv_group_size is 48"),
+        (dict(kv_bits=8, kv_group_size=64), "must divide the heads' size, 32"),
+        (dict(kv_bits=8, kv_group_size=32, quantized_kv_start=-1), "quantized_kv_start is -1"),
+        (dict(max_kv_size=0), "max_kv_size is 0"),
+        (dict(max_kv_size=5000), "max_position_embeddings 4096"),
+        (dict(max_kv_size=9), "has 9 tokens with this prompt: 8 leave place"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_in_one_line(fp32, tokenizer, options, word):
+    for cache in (None, PromptCache(), make_prompt_cache(fp32)):
+        with pytest.raises(ValueError, match=word) as raised:
+            next(stream_generate(fp32, tokenizer, ids(1, 9), 2, prompt_cache=cache, **options))
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("width", [0, 7])
+def test_an_answer_ends_with_a_warning_where_the_conversation_is_full(tokenizer, width):
+    model = tiny(3, **SMALL, max_position_embeddings=100)
+    prompt = ids(1, 60)
+    text = prompt + [r.token for r in stream_generate(model, tokenizer, prompt, 40)]
+    for room, options in ((40, {}), (20, dict(max_kv_size=80))):
+        drafter = ScriptedDrafter(text, right_with(0.8), 7, tap_ids=()) if width else None
+        cache = make_prompt_cache(model)
+        stream = stream_generate(model, tokenizer, prompt, -1, drafter, prompt_cache=cache, **options)
+        with pytest.warns(UserWarning, match=f"the conversation has {60 + room} tokens"):
+            found = list(stream)
+        assert len(found) == room and found[-1].finish_reason == "length" and cache.tokens == text[: 60 + room]
+        with pytest.raises(ValueError, match="leave place for an answer"):
+            next(stream_generate(model, tokenizer, [5], prompt_cache=cache, **options))
+    own = make_prompt_cache(model, max_kv_size=70)
+    with pytest.warns(UserWarning, match="70 tokens"):
+        assert len(list(stream_generate(model, tokenizer, prompt, -1, prompt_cache=own))) == 10
+    assert [r.token for r in stream_generate(model, tokenizer, prompt, 40)] == text[60:]
+
+
+def test_the_command_line_takes_the_options(tmp_path):
+    def run(*args):
+        return CliRunner().invoke(main, [*args, "-p", "Can you count from 62 up to 73?", "-m", "20"])
+
+    plain = run("generate")
+    for bits in ("8", "int8"):
+        found = run("generate", "--kv-bits", bits, "--kv-group-size", "32", "--quantized-kv-start", "0")
+        assert found.exit_code == 0 and found.stdout == plain.stdout
+    assert "of them" not in plain.stderr and run("generate", "--draft-window", "64").stdout == plain.stdout
+    for args, word in (
+        (("--kv-bits", "9"), "kv_bits is 9"),
+        (("--max-kv-size", "10"), "max_kv_size"),
+        (("--draft-model", "none", "--draft-window", "64"), "there is no drafter"),
+    ):
+        refused = run("generate", *args)
+        assert refused.exit_code == 2 and word in refused.stderr and refused.stdout == ""
+    assert "the conversation has 30 tokens" in run("generate", "--max-kv-size", "30").stderr
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("name", ["demo/dflash", "demo/dspark"])
+def test_a_drafter_with_a_window_forgets_what_is_before_it(name):
+    model, tokenizer = specmlx.load(draft_model=None)
+    drafter = specmlx.load_drafter(name, model, draft_window=100)
+    prompt, sizes, found = tokenizer.encode("Can you count from 62 up to 73? " * 40), [], {}
+    for start in (0, len(prompt) - 1 - 320):
+        conversation = make_prompt_cache(model)
+        if start:
+            list(stream_generate(model, tokenizer, prompt[: start + 1], 1, None, prompt_cache=conversation))
+            conversation.pending = None
+            rest = prompt[start + 1 :]
+        else:
+            rest = prompt
+        stream = list(stream_generate(model, tokenizer, rest, 60, drafter, prompt_cache=conversation))
+        found[start] = ([r.token for r in stream], stream[-1].stats.accept_histogram)
+        sizes.append(sum(x.nbytes for x in conversation.draft.context.arrays()))
+    row = 2 * drafter.config.num_hidden_layers * drafter.config.num_key_value_heads * drafter.config.head_dim * 4
+    assert max(sizes) < row * (2 * (100 + drafter.config.block_size) + 2 * 256 + 64)
+    assert found[0] == found[len(prompt) - 1 - 320]
