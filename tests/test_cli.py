@@ -146,10 +146,10 @@ def test_verbose_false_prints_the_answer_only(directory):
 @pytest.mark.parametrize(
     "args",
     [
-        ["--kv-bits", "4"],
-        ["--kv-group-size", "64"],
-        ["--quantized-kv-start", "0"],
-        ["--max-kv-size", "100"],
+        ["--kv-bits", "7"],
+        ["--kv-bits", "4", "--kv-group-size", "48"],
+        ["--kv-bits", "4", "--quantized-kv-start", "-1"],
+        ["--max-kv-size", "0"],
         ["-qa"],
         ["--image", "cat.png"],
         ["--temp", "warm"],
