@@ -9,6 +9,7 @@ import mlx.nn as nn
 from specmlx.drafters import checkpoint as drafter_checkpoint
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp_checkpoint import load_mtp
+from specmlx.drafters.ngram import NGram
 from specmlx.drafters.proposal import Drafter
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
@@ -17,7 +18,7 @@ from specmlx.targets.hybrid import Model
 
 DEMO = "demo"
 AUTO = "auto"
-MTP = "mtp"
+MTP, NGRAM = "mtp", "ngram"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 _WEIGHTS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 
@@ -85,7 +86,7 @@ def load_drafter(
 
     Args:
         path_or_hf_repo: a directory, a Hub id, a drafter of the demo ("demo/dflash", …), or "mtp": the head in the
-            target's own files.
+            target's own files, or "ngram": prompt lookup, without weights.
         dtype: the target's own where it is unset.
         draft_window: as in `load`.
 
@@ -94,6 +95,8 @@ def load_drafter(
     """
     model = as_target(model)
     dtype = _dtype(dtype) or model.dtype
+    if path_or_hf_repo == NGRAM:
+        return NGram()
     if path_or_hf_repo == MTP:
         if not isinstance(model, Model) or model.directory is None:
             raise ValueError("draft_model='mtp' needs a target that was loaded from files: this one was not")
