@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.formats.atomic import write_atomically
+from specmlx.formats.header import Entry, read_header
 
 _DTYPES = {
     mx.float32: "F32",
@@ -34,8 +35,8 @@ def read_config(path: Path, name: str = "config.json") -> dict[str, Any]:
         raise ValueError(f"{file} not found: a model is a directory with config.json and *.safetensors, or a Hub id")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(config, dict):
         raise ValueError(f"{file} holds a {type(config).__name__}, not an object")
     return config
@@ -50,8 +51,13 @@ def weight_files(path: Path) -> list[Path]:
     if not files:
         raise ValueError(f"no *.safetensors in {path}: the download may be incomplete")
     for file in files:
-        _check_whole(file)
+        read_header(file)
     return files
+
+
+def tensors_of(path: Path) -> dict[str, Entry]:
+    """All tensors of a directory's safetensors files, by the files' headers. Raises ValueError as `weight_files`."""
+    return {name: entry for file in weight_files(path) for name, entry in read_header(file).items()}
 
 
 def save_atomically(
@@ -81,18 +87,3 @@ def safetensors(arrays: dict[str, mx.array], metadata: dict[str, str]) -> Iterat
         if arrays[name].size:
             # As bytes, since Python's buffers know no bfloat16.
             yield memoryview(mx.contiguous(arrays[name].reshape(-1)).view(mx.uint8))
-
-
-def _check_whole(file: Path) -> None:
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > size - 8:
-                raise ValueError
-            header = json.loads(stream.read(length))
-        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} is corrupt: it has no safetensors header; download it again") from None
-    if 8 + length + end != size:
-        raise ValueError(f"{file} has {size} bytes, its header says {8 + length + end}: download it again")

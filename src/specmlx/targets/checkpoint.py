@@ -6,8 +6,9 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
 
-from specmlx.formats.checkpoint import read_config, weight_files
+from specmlx.formats.checkpoint import read_config, tensors_of, weight_files
 from specmlx.formats.dense import column_major
+from specmlx.formats.header import Entry
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import SCALES, place
 from specmlx.targets.any_lm import AnyLM
@@ -17,10 +18,16 @@ from specmlx.targets.hybrid import Model
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 
+# What values of other types than a config should have may raise.
+_UNFIT = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, ZeroDivisionError)
+# How names of a config that are sizes end.
+SIZE_NAMES = ("_size", "_layers", "_heads", "_experts", "_dim", "_interval", "_step")
+
 
 def check_target(config: dict[str, Any], path: Path | str) -> None:
     """Raise ValueError in one line for a drafter's config, and for a hybrid's that makes no sense."""
-    architectures = " ".join(config.get("architectures") or [])
+    names = config.get("architectures")
+    architectures = " ".join(map(str, names)) if isinstance(names, list) else str(names)
     if any(word in architectures for word in ("DFlash", "DSpark", "Speculator")):
         raise ValueError(f"{path} is a drafter ({architectures}), not a target: pass it as draft_model")
     model_type = config.get("model_type")
@@ -30,8 +37,8 @@ def check_target(config: dict[str, Any], path: Path | str) -> None:
         return
     try:
         HybridConfig.from_dict(config)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from None
+    except _UNFIT as error:
+        raise ValueError(f"{path}: {_one_line(error)}") from None
 
 
 def load_target(
@@ -56,10 +63,11 @@ def load_target(
     config = read_config(path) | (model_config or {})
     check_target(config, path)
     hybrid = config["model_type"] in MODEL_TYPES
-    files = weight_files(path)
+    tensors = tensors_of(path)
+    check_sizes(config, tensors, path)
     try:
-        if hybrid and is_scaled(name for file in files for name in mx.load(str(file))):
-            model = _load_scaled(files, config, strict)
+        if hybrid and is_scaled(tensors):
+            model = _load_scaled(path, config, strict)
         else:
             model, config = load_model(
                 path,
@@ -70,8 +78,9 @@ def load_target(
             )
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}/config.json is not as mlx-lm reads it: {error!r}") from None
+    except _UNFIT as error:
+        what = _one_line(error) or "no reason given"
+        raise ValueError(f"{path}/config.json is not as mlx-lm reads it: {type(error).__name__}: {what}") from None
     return _finished(model, config, path, dtype, lazy, adapter_path), config
 
 
@@ -92,9 +101,19 @@ def _finished(
     return target
 
 
-def _load_scaled(files: list[Path], config: dict[str, Any], strict: bool) -> Model:
+def check_sizes(config: dict[str, Any], tensors: dict[str, Entry], path: Path) -> None:
+    """Raise ValueError where a config names sizes that its files can't hold, before a model of them is built."""
+    most = {"num_hidden_layers": len(tensors), "num_experts": sum(entry.nbytes for entry in tensors.values())}
+    for part in (config, config.get("text_config")):
+        for name, value in part.items() if isinstance(part, dict) else ():
+            if type(value) in (int, float) and name.endswith(SIZE_NAMES) and not name.startswith("max_"):
+                if not 0 <= value <= most.get(name, most["num_experts"]):
+                    raise ValueError(f"{path}/config.json: {name} is {value!s:.40}, which its weights can't have")
+
+
+def _load_scaled(path: Path, config: dict[str, Any], strict: bool) -> Model:
     weights: dict[str, mx.array] = {}
-    for file in files:
+    for file in weight_files(path):
         weights.update(mx.load(str(file)))
     model = Model(HybridConfig.from_dict(config))
     weights = model.sanitize(read_scaled(weights, config))

@@ -7,6 +7,8 @@ LINEAR, FULL = "linear_attention", "full_attention"
 QWEN3_NEXT = "qwen3_next"
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _EXPERTS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
+# Of a layer, a matrix or a vocabulary; and of layers.
+_MOST, _MOST_LAYERS = 1 << 28, 10_000
 _SIZES = (
     *_REQUIRED,
     "decoder_sparse_step",
@@ -61,7 +63,7 @@ class HybridConfig:
     def __post_init__(self):
         for name in _SIZES:
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not isinstance(value, int) or not 1 <= value <= (_MOST_LAYERS if name == "num_hidden_layers" else _MOST):
                 raise ValueError(f"{name} is {value!r}: it must be a positive integer")
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads

@@ -1,0 +1,109 @@
+"""The header of a safetensors file, each number checked before it is used."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Bits of a value (safetensors' own names).
+BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F4": 4,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+}
+# As in the safetensors library.
+MOST = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file: its dtype by safetensors' name, its shape, its bytes' place behind the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+def read_header(file: Path) -> dict[str, Entry]:
+    """The tensors of a whole safetensors file. Raises ValueError, one line with the file's name, for any other."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            length = header_length(stream.read(8), size)
+            return entries(stream.read(length), size - 8 - length)
+    except ValueError as error:
+        raise ValueError(f"{file} is corrupt: {error}; download it again") from None
+
+
+def header_length(first: bytes, size: int) -> int:
+    """Bytes of the header, from the first 8 of a file of `size`. Raises ValueError where they can't be."""
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or not 2 <= length <= min(size - 8, MOST):
+        raise ValueError("it has no safetensors header")
+    return length
+
+
+def entries(text: bytes, size: int) -> dict[str, Entry]:
+    """The tensors of a header's text, which lie in `size` bytes behind it. Raises ValueError for what can't be."""
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("its header is no text") from None
+    if not isinstance(header, dict):
+        raise ValueError("its safetensors header is no object")
+    header.pop("__metadata__", None)
+    found = {name: _entry(name, value, size) for name, value in header.items()}
+    end = 0
+    for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
+        if entry.start != end:
+            raise ValueError(f"its header leaves a gap or an overlap before {name[:80]!r}")
+        end = entry.end
+    if end != size:
+        raise ValueError(f"it has {size} bytes behind its header, which says {end} bytes")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("its header has a name twice")
+    return found
+
+
+def _entry(name: str, value: Any, size: int) -> Entry:
+    value = value if isinstance(value, dict) else {}
+    dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
+    whole = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if not isinstance(dtype, str) or dtype not in BITS or not whole or not all(map(_natural, [*shape, *offsets])):
+        raise ValueError(f"its header's entry for {name[:80]!r} is none of safetensors'")
+    start, end = offsets
+    if not start <= end or math.prod(shape) * BITS[dtype] != 8 * (end - start):
+        raise ValueError(f"its header says {end - start} bytes for {name[:80]!r}, a {dtype} of {str(shape)[:80]}")
+    return Entry(dtype, tuple(shape), start, end)
+
+
+def _natural(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
