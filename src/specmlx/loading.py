@@ -8,9 +8,13 @@ import mlx.nn as nn
 
 from specmlx.drafters import checkpoint as drafter_checkpoint
 from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.mtp import MTP as MTPDrafter
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.proposal import Drafter
+from specmlx.kernels.backend import on_metal
+from specmlx.kernels.choice import Chooser
+from specmlx.kernels.linear import choose_kernels
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
@@ -36,6 +40,7 @@ def load(
     draft_model: Any = AUTO,
     draft_window: int | None = None,
     dtype: mx.Dtype | str | None = None,
+    consistent: bool = False,
 ):
     """Load a target and its tokenizer as mlx_lm.load does, and keep a drafter as `model.draft_model`.
 
@@ -46,6 +51,8 @@ def load(
         draft_window: how many tokens before its proposal a block drafter looks at, at most; default: the windows of its
             config.json, and 4096 for layers without one.
         dtype: "float32", "bfloat16", "float16" or an mx.Dtype; default: the files' own, float32 for the demo.
+        consistent: on Metal, one kernel for every row count of a quantized layer, so that plain and speculative passes
+            give a row the same bits there; elsewhere mlx does that by itself. Default: what is fastest on this chip.
 
     Returns (model, tokenizer), with the config third if `return_config`. Raises ValueError in one line for what is no
     language model, a drafter that does not fit, and files that are missing or corrupt.
@@ -72,6 +79,7 @@ def load(
         raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
     _attach(model, path, draft_model, dtype)
     _set_window(model.draft_model, draft_window)
+    _choose_kernels(model, consistent)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -144,6 +152,16 @@ def _download(name: str, revision: str | None, local_only: bool) -> Path:
         ) from None
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise ValueError(f"can't get {name} from the Hub: {' '.join(str(error).split())[:300]}") from None
+
+
+def _choose_kernels(model: Model | AnyLM, consistent: bool) -> None:
+    """Put the kernels that are fastest on this chip into the target's and the drafter's quantized layers."""
+    if not on_metal():
+        return
+    chooser = Chooser(consistent=consistent)
+    choose_kernels(model, model.dtype, chooser)
+    if isinstance(model.draft_model, (BlockDrafter, MTPDrafter)):
+        choose_kernels(model.draft_model.model, model.dtype, chooser)
 
 
 def _attach(model: Model | AnyLM, path: Path, draft_model: Any, dtype: mx.Dtype | None) -> None:

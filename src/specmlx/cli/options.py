@@ -28,6 +28,7 @@ class ModelFlags:
     dtype: str | None
     adapter_path: str | None
     trust_remote_code: bool
+    consistent: bool = False
 
     def load(
         self,
@@ -46,6 +47,7 @@ class ModelFlags:
                 dtype=self.dtype,
                 adapter_path=self.adapter_path,
                 trust_remote_code=self.trust_remote_code,
+                consistent=self.consistent,
                 tokenizer_config=tokenizer_config,
             )
 
@@ -233,6 +235,7 @@ model_options = grouped(
     click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Instead of the files' own."),
     click.option("--adapter-path", metavar="DIR", help="LoRA or DoRA adapters."),
     click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer's own code."),
+    click.option("--consistent", is_flag=True, help="On Metal: one kernel for every number of rows, for equal bits."),
 )
 
 draft_model_option = click.option(

@@ -5,12 +5,10 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specmlx.kernels.backend import metal_factory
+from specmlx.kernels.backend import OFF, on_metal
 from specmlx.kernels.choice.operator import ROWS, STOCK, Key, Operator, Outcome
 from specmlx.kernels.choice.race import race
 from specmlx.kernels.choice.table import Table, entry_name
-
-OFF = "SPECMLX_KERNELS"
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Chooser:
         self.consistent = consistent
         self.choices: dict[str, Choice] = {}
         self._race = race
-        self._available = metal_factory() is not None if available is None else available
+        self._available = on_metal() if available is None else available
 
     def off(self, operator: Operator) -> str | None:
         """Why stock mlx serves this operator in any case, or None."""
