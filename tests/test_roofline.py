@@ -215,6 +215,7 @@ def test_chips_have_apples_bandwidths(name, bandwidth):
 def test_chips_are_found_by_any_spelling(name):
     assert chip_named(name).name == "M5 Max 40-core"
     assert chip_named("Apple M5 Max", gpu_cores=32).bandwidth == 460
+    assert chip_named("Apple M1 Max", gpu_cores=24).gpu_cores == 24
     assert all(chip_named(chip.name) is chip for chip in CHIPS)
 
 

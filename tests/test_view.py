@@ -19,6 +19,7 @@ from specmlx.receipts.view.page import nbytes, page, seconds
 from specmlx.speculation.stats import Stats
 
 EVIL = "</span><script>window.bad = 1</script><img src=x onerror='window.bad = 2'>&lt;b&gt;"
+LONG = "word" * 60
 GROUPS = [{"label": "MLP", "round_bytes": 9.63e9}, {"label": "LM head", "round_bytes": 0.72e9}]
 ACCOUNT = {
     "groups": GROUPS,
@@ -45,7 +46,7 @@ TRACE = Trace(
         TracedToken(3, EVIL, 0, "corrected"),
         TracedToken(4, " four", 1, "plain"),
         *(TracedToken(5 + i, f" {word}", 2, "drafted") for i, word in enumerate(("five", "six", "seven", "eight"))),
-        TracedToken(9, " ninth", 2, "bonus"),
+        TracedToken(9, f" ninth {LONG}", 2, "bonus"),
         TracedToken(10, " 字", 3, "drafted"),
     ],
     rounds=[
@@ -280,13 +281,15 @@ def test_rounds_are_reached_by_keyboard_and_by_click(opened):
     opened.press("End")
     assert chosen() == ("Round 4: 4 proposed, 1 accepted, 1 token, 120.00 ms, cut by the end", " 字")
     assert opened.evaluate("document.activeElement === [...document.querySelectorAll('.ribbon button')].at(-1)")
+    opened.press("ArrowLeft")
+    assert chosen()[0].startswith("Round 3: 4 proposed, 4 accepted, 5 tokens")
     opened.press("Home")
     opened.press("ArrowLeft")
     assert chosen() == ("Round 1: 4 proposed, 2 accepted, 3 tokens, 50.00 ms", f"one two\n{EVIL}")
     opened.press("Escape")
     assert chosen() == ("", "")
     opened.evaluate("document.querySelector('.bonus[data-round]').click()")
-    assert chosen()[1] == " five six seven eight ninth"
+    assert chosen()[1] == f" five six seven eight ninth {LONG}"
     assert opened.evaluate("document.querySelectorAll('.ribbon button[tabindex=\"0\"]').length") == 1
     assert opened.errors == []
 

@@ -98,6 +98,8 @@ class Account:
 def account(model: Any, stats: Stats, drafter: Drafter | None = None, bandwidth: Bandwidth | None = None) -> Account:
     """Turn a generation's counts into bytes moved by decoding, by groups of tensors.
 
+    For a generation that had the model to itself: lanes of a batch share the weights that each of them counts.
+
     Args:
         drafter: the one that proposed; default, where there were proposals, `model.draft_model`.
         bandwidth: the machine's; default, where it is known, this machine's.

@@ -1,7 +1,7 @@
 """Apple's chips: memory bandwidth, and how many multiply-adds a second their GPUs can do."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Clock of the GPU in GHz by generation, approximate: from public measurements, Apple states none.
 _CLOCK = {"M1": 1.3, "M2": 1.4, "M3": 1.4, "M4": 1.6}
@@ -52,16 +52,17 @@ CHIPS = tuple(
 
 
 def chip_named(name: str, gpu_cores: int | None = None) -> Chip:
-    """The chip of a name like "M5 Pro", "m5-max-40" or "Apple M5 Max" with its GPU cores; cores say which of two.
+    """The chip of a name like "M5 Pro", "m5-max-40" or "Apple M5 Max".
 
-    Raises ValueError, one line, for an unknown name and for one that two chips share.
+    `gpu_cores`, where they are known, say which of two it is, and stand for those of the table. Raises ValueError, one
+    line, for an unknown name and for one that two chips share.
     """
     wanted = _words(name)
     found = [chip for chip in CHIPS if _words(chip.name)[: len(wanted)] == wanted and _fits(chip, wanted)]
     if len(found) > 1 and gpu_cores is not None:
         found = [chip for chip in found if chip.gpu_cores == gpu_cores] or found
     if len(found) == 1:
-        return found[0]
+        return found[0] if gpu_cores is None else replace(found[0], gpu_cores=gpu_cores)
     if found:
         raise ValueError(f"{name!r} is one of {', '.join(chip.name for chip in found)}: say which")
     raise ValueError(f"unknown chip {name!r}: there are {', '.join(chip.name for chip in CHIPS)}; or give GB/s")

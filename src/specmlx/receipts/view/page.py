@@ -100,14 +100,15 @@ def _text(trace: Trace) -> str:
 
 
 def _ribbon(trace: Trace) -> str:
+    own = {token.round: token.kind for token in trace.tokens if token.kind != DRAFTED}
     buttons = []
     for i, each in enumerate(trace.rounds):
         label = (
             f"Round {i + 1}: {each.proposed} proposed, {each.accepted} accepted, {each.tokens} "
             f"token{'' if each.tokens == 1 else 's'}, {seconds(each.seconds)}{', cut by the end' if each.cut else ''}"
         )
-        own = [token.kind for token in trace.tokens if token.round == i and token.kind != DRAFTED]
-        blocks = [f'<i class="{DRAFTED}"></i>'] * each.accepted + [f'<i class="{kind}"></i>' for kind in own]
+        blocks = [f'<i class="{DRAFTED}"></i>'] * each.accepted
+        blocks += [f'<i class="{own[i]}"></i>'] if i in own else []
         blocks += ['<i class="rejected"></i>'] * (each.proposed - each.accepted)
         tab = 0 if i == 0 else -1
         buttons.append(f'<button type="button" tabindex="{tab}" aria-label="{label}">{"".join(blocks)}</button>')
