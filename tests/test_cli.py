@@ -227,7 +227,7 @@ def test_damaged_files_end_in_one_line(copy):
 
 def test_what_is_no_model_or_no_fitting_drafter_says_why(copy):
     assert_one_line("--model", copy / "dspark", say="is a drafter")
-    assert_one_line("--model", copy, "--draft-model", copy, say="it can only be the target")
+    assert_one_line("--model", copy, "--draft-model", copy, say="recurrent layers, whose state can't be trimmed")
     for changes, reason in [
         ({"num_target_layers": 9}, "layers: the drafter wants a target of 9, this one has 8"),
         ({"vocab_size": 1281}, "vocabulary: the drafter's is 1281, the target's 1280"),

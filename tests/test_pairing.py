@@ -153,8 +153,6 @@ def test_what_a_copy_of_the_targets_config_says_of_the_target_is_passed_over():
         ({**DFLASH, "hidden_size": "64"}, "hidden_size must be a positive whole number"),
         (nested(DFLASH, mask_token_id=None), "mask_token_id must be a token id"),
         ({**DSPARK, "target_layer_ids": []}, "target_layer_ids must be a list"),
-        ({"architectures": ["Qwen3_5ForConditionalGeneration"]}, "a language model, not a drafter"),
-        ({"model_type": "qwen3_5", "num_hidden_layers": 8}, "qwen3_5 is a language model, not a drafter"),
     ],
 )
 def test_what_can_not_be_loaded_yet_is_named_in_one_line(config, says):

@@ -8,10 +8,14 @@ import mlx.nn as nn
 
 from specmlx.drafters import checkpoint as drafter_checkpoint
 from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.config import is_language_model
 from specmlx.drafters.mtp import MTP as MTPDrafter
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.ngram import NGram
+from specmlx.drafters.pairing import is_split_mtp
 from specmlx.drafters.proposal import Drafter
+from specmlx.drafters.small_lm import load_small_lm
+from specmlx.formats.checkpoint import read_config
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser
 from specmlx.kernels.linear import choose_kernels
@@ -94,7 +98,8 @@ def load_drafter(
 
     Args:
         path_or_hf_repo: a directory, a Hub id, a drafter of the demo ("demo/dflash", …), or "mtp": the head in the
-            target's own files, or "ngram": prompt lookup, without weights.
+            target's own files, or "ngram": prompt lookup, without weights. A directory or Hub id may be of a small
+            language model with the target's tokens.
         dtype: the target's own where it is unset.
         draft_window: as in `load`.
 
@@ -110,9 +115,15 @@ def load_drafter(
             raise ValueError("draft_model='mtp' needs a target that was loaded from files: this one was not")
         drafter = load_mtp(model.directory, model, dtype)
     else:
-        drafter = drafter_checkpoint.load_drafter(resolve(path_or_hf_repo), model, dtype)
+        drafter = _load_files(resolve(path_or_hf_repo), model, dtype)
     _set_window(drafter, draft_window)
     return drafter
+
+
+def _load_files(path: Path, model: Model | AnyLM, dtype: mx.Dtype) -> Drafter:
+    if is_language_model(config := read_config(path)) and not is_split_mtp(config):
+        return load_small_lm(path, model, dtype)
+    return drafter_checkpoint.load_drafter(path, model, dtype)
 
 
 def resolve(path_or_hf_repo: str, revision: str | None = None, local_only: bool = False) -> Path:

@@ -157,12 +157,22 @@ def kind_of(config: dict[str, Any]) -> str:
         )
     if projector is None and (names == ["DFlashDraftModel"] or (not names and "target_layer_ids" in nested)):
         return DFLASH
-    whole = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
-    if whole or "text_config" in config or (not names and not nested and "num_hidden_layers" in config):
+    if is_language_model(config):
         what = names[0] if names else config.get("model_type")
-        raise ValueError(f"{what} is a language model, not a drafter: it can only be the target")
+        raise ValueError(f"{what} is a language model: it drafts by tokens alone, not by the target's layers")
     what = f"projector_type {projector!r}" if projector else f"architectures {names}"
     raise ValueError(f"unknown kind of drafter ({what}): specmlx loads DFlash, DFlash 2 and DSpark")
+
+
+def is_language_model(config: dict[str, Any]) -> bool:
+    """Whether a config.json is that of a whole language model."""
+    names = config.get("architectures") or []
+    whole = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
+    return (
+        whole
+        or "text_config" in config
+        or (not names and "dflash_config" not in config and "num_hidden_layers" in config)
+    )
 
 
 def default_taps(num_target_layers: int, count: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from specmlx.drafters.config import DrafterConfig
+from specmlx.drafters.config import DrafterConfig, is_language_model
 
 
 class TargetSizes(Protocol):
@@ -17,6 +17,8 @@ def check_pair(config: dict[str, Any] | DrafterConfig, target_config: TargetSize
     """Why a drafter can't serve a target, from its config.json (or what was read of it); empty if it can."""
     if isinstance(config, dict) and is_split_mtp(config):
         return mtp_reasons(config, target_config)
+    if isinstance(config, dict) and is_language_model(config):
+        return lm_reasons(config)
     if not isinstance(config, DrafterConfig):
         try:
             config = DrafterConfig.from_dict(config)
@@ -42,6 +44,14 @@ def check_pair(config: dict[str, Any] | DrafterConfig, target_config: TargetSize
 def is_split_mtp(config: dict[str, Any]) -> bool:
     """Whether a config.json is that of an MTP head in a repository of its own (mlx-vlm's split)."""
     return config.get("model_type") == "qwen3_5_mtp"
+
+
+def lm_reasons(config: dict[str, Any]) -> list[str]:
+    """Why a language model can't be a drafter, from its config.json; if its tokens are the target's is not asked."""
+    text = {**config, **(config.get("text_config") or {})}
+    if "linear_attention" in (text.get("layer_types") or []) or "linear_num_value_heads" in text:
+        return [f"{config.get('model_type')} has recurrent layers, whose state can't be trimmed: it can't be a drafter"]
+    return []
 
 
 def mtp_reasons(config: dict[str, Any], target_config: TargetSizes) -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -44,6 +45,8 @@ class AnyLM(nn.Module):
         self._outline = Outline(model)
         self._state_layers = len(make_prompt_cache(model))
         self._drafting = Drafting()
+        # Where its files are, if it was loaded.
+        self.directory: Path | None = None
 
     @cached_property
     def fingerprint(self) -> str:

@@ -1,0 +1,155 @@
+"""A small language model as a drafter: any mlx-lm model with the target's tokens and caches that can be trimmed."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+from specmlx.drafters.pairing import lm_reasons
+from specmlx.drafters.proposal import DraftPolicy, Proposal
+from specmlx.formats.checkpoint import read_config
+from specmlx.targets.checkpoint import load_target
+
+MAX_WIDTH = 7
+"""γ: every drafted token is a pass over the small model."""
+_CHUNK = 512
+
+
+class LMContext:
+    """Ids that were observed, and the model's caches with the ids of the rows that they hold, drafts behind them."""
+
+    def __init__(self, model: nn.Module):
+        self.ids: list[int] = []
+        self.caches = make_prompt_cache(model)
+        self.rows: list[int] = []
+        self.drafts: mx.array | None = None
+        # Ids before the last observation, and what it had.
+        self.before: tuple[int, list[int]] = (0, [])
+
+    def settle(self, count: int | Sequence[int]) -> None:
+        """See `drafters.proposal.Context`."""
+        start, newest = self.before
+        self.ids[start:] = newest[: count if isinstance(count, int) else count[0]]
+
+    def rewind(self) -> list[int]:
+        """Trim the caches to the rows that are the ids' own, and give the ids that have no row yet."""
+        if self.drafts is not None:
+            self.rows += self.drafts.tolist()
+            self.drafts = None
+        same = next((i for i, (a, b) in enumerate(zip(self.rows, self.ids, strict=False)) if a != b), None)
+        same = min(len(self.rows), len(self.ids)) if same is None else same
+        trim_prompt_cache(self.caches, len(self.rows) - same)
+        self.rows = self.ids[:same]
+        return self.ids[same:]
+
+    def arrays(self) -> list[mx.array]:
+        drafts = [] if self.drafts is None else [self.drafts]
+        return drafts + [x for cache in self.caches if not cache.empty() for x in cache.state if x is not None]
+
+
+class SmallLM:
+    """A language model paired with a target of the same tokens. One conversation at a time.
+
+    Its caches' lengths are the host's, so observing waits for counts that are still on the device: with lookahead, the
+    next round is issued once this one is done.
+    """
+
+    tap_ids: tuple[int, ...] = ()
+
+    def __init__(self, model: nn.Module, vocab_size: int, max_width: int = MAX_WIDTH):
+        """`vocab_size` is the target's. Raises ValueError for a model whose caches can't be trimmed."""
+        if not can_trim_prompt_cache(make_prompt_cache(model)):
+            raise ValueError(f"a {type(model).__module__} has caches that can't be trimmed: it can't be a drafter")
+        self.model = model
+        self.vocab_size = vocab_size
+        self.max_width = max_width
+
+    def new_context(self, batch: int = 1, start: int = 0) -> LMContext:
+        """See `Drafter.new_context`. Raises ValueError for more than one lane."""
+        if batch != 1:
+            raise ValueError(f"a language model drafts for one conversation at a time, not {batch}")
+        return LMContext(self.model)
+
+    def observe(self, context: LMContext, tokens: mx.array, features: mx.array | None, count: int | mx.array) -> None:
+        """See `Drafter.observe`; only the tokens are looked at. Raises ValueError for a count outside 0..n."""
+        n = tokens.shape[1]
+        count = count if isinstance(count, int) else count.item()
+        if not 0 <= count <= n:
+            raise ValueError(f"can't observe {count} rows: there are {n}")
+        newest = tokens[0, :count].tolist()
+        context.before = (len(context.ids), newest)
+        context.ids += newest
+        if len(context.ids) - len(context.rows) > _CHUNK:
+            self._run(context, context.rewind())
+
+    def propose(self, context: LMContext, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
+        """See `Drafter.propose`. The model's own tokens, drawn one after the other."""
+        if not 0 <= width <= self.max_width:
+            raise ValueError(f"width {width} is outside 0..{self.max_width}, this drafter's range")
+        token = anchor.astype(mx.int32)[:, None]
+        if width == 0:
+            return Proposal(mx.zeros((1, 0), dtype=mx.int32))
+        self._run(context, context.rewind())
+        fed, tokens, qs = [], [], []
+        for slot in range(width):
+            fed.append(token[0])
+            token, q = policy.draft(self._widened(self.model(token, cache=context.caches)), slot)
+            tokens.append(token)
+            qs.append(q)
+        context.drafts = mx.concatenate(fed)
+        return Proposal(mx.concatenate(tokens, axis=1), None if qs[0] is None else mx.concatenate(qs, axis=1))
+
+    def _run(self, context: LMContext, ids: list[int]) -> None:
+        for start in range(0, len(ids), _CHUNK):
+            part = ids[start : start + _CHUNK]
+            self.model(mx.array([part], dtype=mx.int32), cache=context.caches)
+            context.rows += part
+            if len(ids) > _CHUNK:
+                mx.eval(context.arrays())
+
+    def _widened(self, logits: mx.array) -> mx.array:
+        """Logits over the target's ids: the tables of two sizes of a family may be padded differently."""
+        missing = self.vocab_size - logits.shape[-1]
+        if missing <= 0:
+            return logits[..., : self.vocab_size]
+        return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=-mx.inf)
+
+
+def load_small_lm(path: Path, target: Any, dtype: mx.Dtype | None = None) -> SmallLM:
+    """The language model in a directory as a drafter of `target`, which has `vocab_size` and `directory`.
+
+    Raises ValueError, one line, where their tokens are not the same, for recurrent models, and for bad files.
+    """
+    if reasons := lm_reasons(read_config(path)):
+        raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
+    tokens, wanted = _tokens(path), None if target.directory is None else _tokens(target.directory)
+    if tokens and wanted and tokens != wanted:
+        other = next(token for token in {**tokens, **wanted} if tokens.get(token) != wanted.get(token))
+        raise ValueError(
+            f"the language model in {path} has other tokens than the target: {other!r} is {tokens.get(other)} there, "
+            f"{wanted.get(other)} here"
+        )
+    model, _ = load_target(path, dtype=dtype)
+    if not (tokens and wanted) and model.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the language model in {path} has {model.vocab_size} tokens, the target {target.vocab_size}, and there is "
+            "no tokenizer.json that tells whether they are the same"
+        )
+    return SmallLM(model.lm, target.vocab_size)
+
+
+def _tokens(directory: Path) -> dict[str, int] | None:
+    """The ids of all tokens, from tokenizer.json; None where there is none or it has no such table."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = json.loads(file.read_text(encoding="utf-8"))
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
+        return {**tokenizer["model"]["vocab"], **added}
+    except (ValueError, KeyError, TypeError):
+        return None
