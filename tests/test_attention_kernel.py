@@ -125,6 +125,14 @@ def test_each_key_and_value_is_read_once_for_all_rows_and_heads(T, kind):
     assert chunks.buffers["values"].loads_bytes == values.data.nbytes
 
 
+def test_a_window_loads_no_blocks_before_it():
+    T, D, length, window = 4, 64, 512, 70
+    q, (keys, values) = normal(1, 2, T, D), buffer(1, 1, length, D, "float32", length)
+    run(q, keys, values, [length - T], window, Chunks(256, 1, 256))
+    # 73 keys lie in two blocks of 64.
+    assert SIMULATOR.reports[-2].buffers["keys"].loads_bytes == 2 * 64 * D * 4
+
+
 @pytest.mark.parametrize(
     "start, T, first", [(70, 4, 0), (mx.array([70, 9]), 4, 0), (0, 18, 0), (mx.array([0, 73]), 1, 1)]
 )
