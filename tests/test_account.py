@@ -16,6 +16,7 @@ from specmlx.receipts.machine import MEASURED, Bandwidth, Machine, known_bandwid
 from specmlx.receipts.roofline import Roofline
 from specmlx.receipts.tensors import Scheme, draft_groups, scheme_named
 from specmlx.speculation.stats import Stats
+from specmlx.state.quantized_kv import KVFormat
 
 MATRICES = {
     "GDN in-projection": "GDN in-projection",
@@ -68,6 +69,15 @@ def test_counts_become_bytes():
     assert found.total == 3 * everything + others
     assert found.bytes_per_token == found.total / 8 and found.bytes_per_round == found.total / 3
     assert found.gigabytes_per_second == found.total / 0.5 / 1e9
+
+
+@pytest.mark.parametrize("kv_bits, row", [("int8", 32 + 4), (8, 32 + 8), (4, 16 + 8)])
+def test_quantized_keys_and_values_count_from_their_start_on(kv_bits, row):
+    model, stats = tiny(), Stats(rounds=2, generation_tokens=2, context=200)
+    for start, each in ((0, row), (64, row), (128, 4 * 32)):
+        kept = KVFormat.read(kv_bits, 32, start)
+        groups = moved(account(model, stats, kv_format=kept))
+        assert groups["keys and values"].total == 2 * 2 * 2 * each * (200 + 2 * 2), start
 
 
 def test_a_tied_embedding_is_the_head():

@@ -190,6 +190,12 @@ def test_lithos_cache_and_state():
     assert f"{LITHOS.kv_token_bytes * LONG / GB:.2f}" == "2.15"
 
 
+def test_keys_and_values_in_mlx_formats_have_their_scales():
+    # 16 layers, keys and values, 4 heads of 256: 128 bytes of codes and four scales and biases in 4 bits.
+    assert replace(LITHOS, kv="affine-4").kv_token_bytes == 16 * 2 * 4 * (128 + 4 * 4)
+    assert replace(LITHOS, kv="affine-8-32").kv_token_bytes == 16 * 2 * 4 * (256 + 8 * 4)
+
+
 def test_lithos_without_a_draft_on_614_4_GB_per_second():
     assert f"{LITHOS.ceiling(614.4, drafting=False):.1f}" == "34.3"
     assert f"{LITHOS.ceiling(614.4, context=LONG, drafting=False):.1f}" == "30.6"
@@ -355,6 +361,8 @@ def test_a_drafters_own_config_gives_its_shape():
         (["--width", "8"], "8: this drafter proposes 0 to 7"),
         (["--claim", "74"], "--claim 74 needs its acceptance length"),
         (["--claim", "fast"], "'fast' is no speed like 74"),
+        (["--kv", "int4"], "'int4': it can be bf16, fp16, fp32, int8 or affine-BITS"),
+        (["--kv", "affine-7"], "affine-7-64: bits are one of"),
         (["--context", "much"], "'much' is no number of tokens"),
         (["--plot", "x.pdf"], "must end in .png or .svg"),
     ],

@@ -100,7 +100,7 @@ def generate(
         if verbose:
             note(summary(response))
         if recorder:
-            _write_trace(trace, recorder, target.model, model, prompt, response.stats)
+            _write_trace(trace, recorder, target.model, model, prompt, response.stats, kv.format())
 
 
 def _recorder(trace: Path | None) -> Any:
@@ -114,13 +114,14 @@ def _recorder(trace: Path | None) -> Any:
     return Recorder()
 
 
-def _write_trace(file: Path, recorder: Any, name: str, model: Any, prompt: str, stats: Any) -> None:
+def _write_trace(file: Path, recorder: Any, name: str, model: Any, prompt: str, stats: Any, kv_format: Any) -> None:
     from specmlx.receipts import account
     from specmlx.receipts.trace import write_trace
 
     drafter = model.draft_model
     kind = None if drafter is None else type(drafter).__name__
-    write_trace(file, recorder.trace(name, kind, prompt, account(model, stats)))
+    moved = account(model, stats, kv_format=kv_format)
+    write_trace(file, recorder.trace(name, kind, prompt, moved))
     note(f"{file}: specmlx view {file} makes a page of it")
 
 

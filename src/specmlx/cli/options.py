@@ -16,6 +16,7 @@ from specmlx.cli.terminal import status
 if TYPE_CHECKING:
     from specmlx.speculation.processors import Processor
     from specmlx.speculation.sampling import Sampler
+    from specmlx.state.quantized_kv import KVFormat
 
 DEMO = "demo"
 
@@ -284,10 +285,14 @@ class KVFlags:
 
     def settings(self) -> dict[str, Any]:
         """Keywords of `stream_generate`. Raises ValueError for bad values."""
+        self.format()
+        return asdict(self)
+
+    def format(self) -> "KVFormat | None":
+        """How keys and values are kept, None for the model's dtype. Raises ValueError for bad values."""
         from specmlx.state.quantized_kv import KVFormat
 
-        KVFormat.read(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
-        return asdict(self)
+        return KVFormat.read(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
 
 
 kv_options = grouped(

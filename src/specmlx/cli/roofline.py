@@ -21,6 +21,9 @@ Examples:
 """
 
 
+KV = ("bf16", "fp16", "fp32", "int8")
+
+
 class Context(click.ParamType):
     name = "tokens"
 
@@ -86,7 +89,9 @@ def _bandwidth(ctx: click.Context, param: click.Parameter, value: str | None) ->
     "--draft-model", metavar="PATH_OR_ID", help="A drafter whose config.json gives the shape, instead of --draft-kind."
 )
 @click.option("--width", type=click.IntRange(min=0), metavar="N", help="Drafted tokens verified; default: all.")
-@click.option("--kv", type=click.Choice(["bf16", "fp16", "fp32", "int8"]), default="bf16", show_default=True)
+@click.option(
+    "--kv", metavar="FORMAT", default="bf16", show_default=True, help="Of the KV cache: bf16, int8, affine-4 …"
+)
 @click.option("--context", type=Context(), metavar="N", help="Tokens in the KV cache, like 4096 or 32K; default: none.")
 @click.option("--lanes", type=click.IntRange(min=1), default=1, show_default=True, help="Conversations at once.")
 @click.option("--bandwidth", metavar="GB/s|CHIP", callback=_bandwidth, help="Default: all chips of the table.")
@@ -160,6 +165,8 @@ def _roofline(
         # The demo's files are float16, and loaded as float32.
         weights = "fp32" if model == DEMO else weights
     scheme = scheme_named(weights)
+    if kv not in KV and not kv.startswith("affine-"):
+        raise click.BadParameter(f"{kv!r}: it can be {', '.join(KV)} or affine-BITS.", param_hint="--kv")
     kind = draft_kind or ("dflash2" if built_in else "none")
     if draft_model is not None:
         draft = drafter_geometry(draft_model)

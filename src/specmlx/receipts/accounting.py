@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from specmlx.drafters.block_drafter import BlockDrafter
@@ -12,6 +13,7 @@ from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter
 from specmlx.receipts.machine import Bandwidth, known_bandwidth
 from specmlx.speculation.stats import Stats
+from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.config import FULL
 from specmlx.targets.hybrid import Model
 
@@ -95,7 +97,13 @@ class Account:
         return gigabytes_per_second * 1e9 / self.bytes_per_token if self.tokens else 0.0
 
 
-def account(model: Any, stats: Stats, drafter: Drafter | None = None, bandwidth: Bandwidth | None = None) -> Account:
+def account(
+    model: Any,
+    stats: Stats,
+    drafter: Drafter | None = None,
+    bandwidth: Bandwidth | None = None,
+    kv_format: KVFormat | None = None,
+) -> Account:
     """Turn a generation's counts into bytes moved by decoding, by groups of tensors.
 
     For a generation that had the model to itself: lanes of a batch share the weights that each of them counts.
@@ -103,6 +111,7 @@ def account(model: Any, stats: Stats, drafter: Drafter | None = None, bandwidth:
     Args:
         drafter: the one that proposed; default, where there were proposals, `model.draft_model`.
         bandwidth: the machine's; default, where it is known, this machine's.
+        kv_format: how keys and values were kept, where that was not the model's dtype.
 
     A pass reads the target once for all its rows. A proposal reads the drafter and the target's head; the drafter's key
     and value matrices and its context projection are read as it observes a round's rows, too. Which experts the rows
@@ -111,7 +120,7 @@ def account(model: Any, stats: Stats, drafter: Drafter | None = None, bandwidth:
     moved = list(_target(model, stats))
     left_out = None
     if isinstance(model, Model):
-        moved += _states(model, stats)
+        moved += _states(model, stats, kv_format)
     else:
         left_out = "keys, values and states: only their model knows their sizes"
     if stats.draft_passes:
@@ -147,12 +156,15 @@ def _target(model: Any, stats: Stats) -> Iterator[Moved]:
     yield Moved(HEAD, head, stats.rounds)
 
 
-def _states(model: Model, stats: Stats) -> Iterator[Moved]:
+def _states(model: Model, stats: Stats, kv_format: KVFormat | None) -> Iterator[Moved]:
     config = model.config
     recurrent = [layer for layer in model.new_states().layers if layer is not None]
     yield Moved("GDN state, read and written", sum(layer.nbytes for layer in recurrent), 2 * stats.rounds)
-    heads = config.layer_types.count(FULL) * config.num_key_value_heads * config.head_dim
-    token = 2 * heads * recurrent[0].conv.dtype.size
+    row = mx.zeros((1, 1, 1, config.head_dim), dtype=recurrent[0].conv.dtype)
+    # From its start on all rows are in the format; most passes decide.
+    late = kv_format is not None and stats.context >= kv_format.start * stats.rounds
+    parts = kv_format.quantized(row) if late else (row,)
+    token = 2 * config.layer_types.count(FULL) * config.num_key_value_heads * sum(x.nbytes for x in parts)
     yield Moved("keys and values", token, stats.context + 2 * stats.rows)
 
 
@@ -164,7 +176,8 @@ def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
         heads, window, dtype = slots, (None,), drafter.model.norm.weight.dtype
     elif isinstance(drafter, BlockDrafter):
         times = {CONTEXT: rounds, KEYS: passes + rounds, LAYERS: passes, MARKOV: slots, OWN_HEAD: passes}
-        heads, window, dtype = passes, drafter.config.windows, drafter.model.dtype
+        heads, dtype = passes, drafter.model.dtype
+        window = tuple(drafter.draft_window if rows is None else rows for rows in drafter.config.windows)
     else:
         return
     nbytes = grouped(drafter.model, _DRAFTER)

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from specmlx.formats.sizes import format_named
 from specmlx.receipts.chips import Chip
 from specmlx.receipts.geometry import DraftGeometry, layers_of
 from specmlx.receipts.tensors import Group, Scheme, draft_groups, target_groups
 from specmlx.targets.config import HybridConfig
 
-# Bytes of one value of the KV cache, and of what a token, head and K or V add to it.
-KV_FORMATS = {"fp32": (4, 0), "bf16": (2, 0), "fp16": (2, 0), "int8": (1, 4)}
+INT8 = "int8"
 # Splash, the engine of the first article, packs GDN input rows and conv inputs to these multiples.
 SPLASH_ROWS, SPLASH_PAGE = 256, 16384
 
@@ -71,7 +71,7 @@ class Roofline:
 
     Args:
         scheme: formats of the target's tensors; the drafter's matrices are in `scheme.drafter`.
-        kv: a key of KV_FORMATS.
+        kv: "int8" (with a float32 scale per token, head, K and V), or the name of a format.
         splash: pad as Splash packs.
         width: drafted tokens verified in a round; default all of the drafter's.
     """
@@ -121,9 +121,9 @@ class Roofline:
     @property
     def kv_token_bytes(self) -> int:
         """Keys and values of one token, all layers."""
-        each, scale = KV_FORMATS[self.kv]
-        per_head = self.config.head_dim * each + scale
-        return layers_of(self.config)[1] * 2 * self.config.num_key_value_heads * per_head
+        D = self.config.head_dim
+        row = D + 4 if self.kv == INT8 else format_named(self.kv).nbytes((D,))
+        return layers_of(self.config)[1] * 2 * self.config.num_key_value_heads * row
 
     @property
     def target_bytes(self) -> int:
