@@ -14,11 +14,15 @@ from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.pairing import is_split_mtp
 from specmlx.drafters.proposal import Drafter
+<<<<<<< HEAD
 from specmlx.drafters.small_lm import load_small_lm
 from specmlx.formats.checkpoint import read_config
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser
 from specmlx.kernels.linear import choose_kernels
+=======
+from specmlx.hub import download
+>>>>>>> 52b0c9f (specmlx inspect: what a checkpoint is, here or on the Hub, by its headers; the catalogue of published drafters)
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
@@ -28,7 +32,6 @@ DEMO = "demo"
 AUTO = "auto"
 MTP, NGRAM = "mtp", "ngram"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
-_WEIGHTS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 
 
 def load(
@@ -138,7 +141,7 @@ def resolve(path_or_hf_repo: str, revision: str | None = None, local_only: bool 
         return path
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ValueError(f"no such directory: {name} (nor is it a Hub id like owner/name)")
-    return _download(name, revision, local_only)
+    return download(name, revision, local_only)
 
 
 def _demo(name: str) -> Path:
@@ -149,6 +152,7 @@ def _demo(name: str) -> Path:
     return here / known[name]
 
 
+<<<<<<< HEAD
 def _download(name: str, revision: str | None, local_only: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -175,6 +179,8 @@ def _choose_kernels(model: Model | AnyLM, consistent: bool) -> None:
         choose_kernels(model.draft_model.model, model.dtype, chooser)
 
 
+=======
+>>>>>>> 52b0c9f (specmlx inspect: what a checkpoint is, here or on the Hub, by its headers; the catalogue of published drafters)
 def _attach(model: Model | AnyLM, path: Path, draft_model: Any, dtype: mx.Dtype | None) -> None:
     if draft_model is None:
         model.attach(None, "draft_model is None")

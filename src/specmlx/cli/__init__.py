@@ -11,7 +11,18 @@ import click
 
 from specmlx import __version__
 
-_COMMANDS = ("generate", "chat", "cache", "parity", "roofline", "kernels", "doctor", "view", "demo-export")
+_COMMANDS = (
+    "generate",
+    "chat",
+    "inspect",
+    "cache",
+    "parity",
+    "roofline",
+    "kernels",
+    "doctor",
+    "view",
+    "demo-export",
+)
 
 
 class Failure(click.ClickException):

@@ -1,0 +1,136 @@
+"""The Hugging Face Hub: what is in the local cache, what is on the server, and how it gets here."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specmlx.formats.checkpoint import read_config
+from specmlx.formats.header import Entry
+from specmlx.formats.remote import remote_header, remote_json
+
+# No code: nothing of a repository is ever run. README.md says what a model was made from.
+PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "README.md")
+
+
+@dataclass(frozen=True)
+class CachedRepo:
+    """A repository in the local Hub cache, at the newest revision that is whole enough to have a config.json."""
+
+    id: str
+    path: Path
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RemoteRepo:
+    """What the Hub says of a repository without its weights: config.json, and the tensors by the files' headers."""
+
+    id: str
+    config: dict[str, Any]
+    tensors: dict[str, Entry]
+    files: int
+
+
+def is_id(name: str) -> bool:
+    """Whether a name can be a Hub id like owner/name, and is no path on this machine."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def download(name: str, revision: str | None = None, local_only: bool = False) -> Path:
+    """The snapshot of a repository: from the local cache where it is there, else downloaded with progress on stderr.
+
+    HF_HUB_OFFLINE is honoured. Raises ValueError in one line where it can't be had.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS), local_files_only=local_only)
+        )
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{name} is neither a directory nor in the local Hub cache, and the Hub can't be reached"
+        ) from None
+    except (HfHubHTTPError, ValueError, OSError) as error:
+        raise ValueError(f"can't get {name} from the Hub: {' '.join(str(error).split())[:300]}") from None
+
+
+def download_config(name: str, revision: str | None = None) -> dict[str, Any] | None:
+    """A repository's config.json, from the cache or downloaded by itself; None where it has none or can't be had."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return read_config(Path(hf_hub_download(name, "config.json", revision=revision)).parent)
+    except (HfHubHTTPError, ValueError, OSError):
+        return None
+
+
+def cached_repos(cache: Path | None = None) -> list[CachedRepo]:
+    """All repositories in the local cache (`cache`: another one) that have a config.json, by id."""
+    from huggingface_hub import constants
+
+    found = []
+    for folder in sorted(Path(cache or constants.HF_HUB_CACHE).glob("models--*--*")):
+        snapshots = sorted(folder.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for path in snapshots:
+            try:
+                config = read_config(path)
+            except (ValueError, OSError):
+                continue
+            found.append(CachedRepo(folder.name.removeprefix("models--").replace("--", "/"), path, config))
+            break
+    return found
+
+
+def cached_id(path: Path) -> str | None:
+    """The Hub id of a directory in a Hub cache; None for any other."""
+    for parent in path.absolute().parents:
+        if parent.name.startswith("models--") and path.absolute().parent.name == "snapshots":
+            return parent.name.removeprefix("models--").replace("--", "/")
+    return None
+
+
+def base_models(path: Path) -> list[str]:
+    """The ids that a README.md names as `base_model` in its front matter; none where it has none."""
+    file = path / "README.md"
+    if not file.is_file():
+        return []
+    lines = file.read_text(encoding="utf-8", errors="replace")[: 1 << 16].splitlines()
+    if not lines or lines[0].strip() != "---":
+        return []
+    found, inside = [], False
+    for line in lines[1:]:
+        if line.strip() == "---":
+            break
+        if inside and line.lstrip().startswith("- "):
+            found.append(line.lstrip()[2:].strip().strip("\"'"))
+            continue
+        inside = line.startswith("base_model:")
+        if inside and (value := line.removeprefix("base_model:").strip().strip("\"'")):
+            found.append(value)
+    return [name for name in found if is_id(name)]
+
+
+def remote_repo(name: str, revision: str | None = None, client: Any = None, endpoint: str | None = None) -> RemoteRepo:
+    """A repository's config.json and its tensors, without downloading a weight. Raises ValueError in one line."""
+    from huggingface_hub import constants, get_session, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    client, headers = client or get_session(), build_hf_headers()
+    endpoint = endpoint or constants.ENDPOINT
+    listing = remote_json(client, f"{endpoint}/api/models/{name}/revision/{revision or 'main'}", headers)
+    names = [str(file.get("rfilename")) for file in listing.get("siblings") or [] if isinstance(file, dict)]
+    files = sorted(file for file in names if file.endswith(".safetensors"))
+    files = [file for file in files if file.startswith("model")] or files
+    if not files:
+        raise ValueError(f"{name} has no *.safetensors")
+
+    def url(file: str) -> str:
+        return hf_hub_url(name, file, revision=revision, endpoint=endpoint)
+
+    tensors: dict[str, Entry] = {}
+    for file in files:
+        tensors |= remote_header(client, url(file), headers)
+    return RemoteRepo(name, remote_json(client, url("config.json"), headers), tensors, len(files))
