@@ -14,15 +14,12 @@ from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.pairing import is_split_mtp
 from specmlx.drafters.proposal import Drafter
-<<<<<<< HEAD
 from specmlx.drafters.small_lm import load_small_lm
 from specmlx.formats.checkpoint import read_config
+from specmlx.hub import download
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser
 from specmlx.kernels.linear import choose_kernels
-=======
-from specmlx.hub import download
->>>>>>> 52b0c9f (specmlx inspect: what a checkpoint is, here or on the Hub, by its headers; the catalogue of published drafters)
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
@@ -152,23 +149,6 @@ def _demo(name: str) -> Path:
     return here / known[name]
 
 
-<<<<<<< HEAD
-def _download(name: str, revision: str | None, local_only: bool) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=list(_WEIGHTS), local_files_only=local_only)
-        )
-    except LocalEntryNotFoundError:
-        raise ValueError(
-            f"{name} is neither a directory nor in the local Hub cache, and the Hub can't be reached"
-        ) from None
-    except (HfHubHTTPError, ValueError, OSError) as error:
-        raise ValueError(f"can't get {name} from the Hub: {' '.join(str(error).split())[:300]}") from None
-
-
 def _choose_kernels(model: Model | AnyLM, consistent: bool) -> None:
     """Put the kernels that are fastest on this chip into the target's and the drafter's quantized layers."""
     if not on_metal():
@@ -179,8 +159,6 @@ def _choose_kernels(model: Model | AnyLM, consistent: bool) -> None:
         choose_kernels(model.draft_model.model, model.dtype, chooser)
 
 
-=======
->>>>>>> 52b0c9f (specmlx inspect: what a checkpoint is, here or on the Hub, by its headers; the catalogue of published drafters)
 def _attach(model: Model | AnyLM, path: Path, draft_model: Any, dtype: mx.Dtype | None) -> None:
     if draft_model is None:
         model.attach(None, "draft_model is None")
