@@ -229,8 +229,9 @@ class Scheduler:
             self._running.remove(job)
         lanes = [job.lane for job in jobs if job.lane in self.lanes.lanes]
         self.lanes.leave(lanes, keep=self.prompt_cache is not None)
-        for job in jobs:
-            self._end(job, job.lane.error if job.lane else None)
+        errors = [job.lane.error if job.lane else None for job in jobs]
+        for job, error in zip(jobs, errors, strict=True):
+            self._end(job, error)
 
     def _end(self, job: Job, error: Exception | None = None) -> None:
         if job.over:
@@ -245,4 +246,6 @@ class Scheduler:
             error = error or failure
         finally:
             job.resources.close()
+            # Each holds the other: memory would wait for the garbage collector.
+            job.lane = None
             job.done(error)

@@ -65,6 +65,10 @@ class Lanes:
             self._drafts = drafts
         mx.eval([x for layer in states.layers if layer is not None for x in layer if isinstance(x, mx.array)])
         self._states = states
+        for lane in lanes:
+            # They are in the batch's now: not kept twice.
+            conversation = lane.conversation
+            conversation.states, conversation.draft, conversation.unobserved = LayerStates([]), None, None
         self.lanes += lanes
         self._groups = grouped([lane.policy for lane in self.lanes])
 

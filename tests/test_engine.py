@@ -1,0 +1,131 @@
+"""The engine: requests from any thread, answered together by one worker."""
+
+import asyncio
+import random
+import threading
+import time
+
+import mlx.core as mx
+import pytest
+from rig import SMALL, small_tokenizer, tiny
+
+from specmlx import Engine, QueueFull, generate, make_sampler
+
+PROMPTS = [[7, 8, 9] * n for n in (1, 5, 22, 43)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0, **SMALL)
+
+
+def options(i: int) -> dict:
+    sampled = dict(sampler=make_sampler(0.9), seed=i % 3) if i % 2 else {}
+    return dict(max_tokens=4 + i % 5, **sampled)
+
+
+def raises(tokens, logits):
+    raise KeyError("poisoned")
+
+
+def test_two_hundred_requests_of_eight_threads_get_their_own_texts_among_cancelled_and_poisoned_ones(model, tokenizer):
+    alone = {}
+    for i in range(60):
+        alone[i] = generate(model, tokenizer, PROMPTS[i % 4], **options(i))
+    wrong, counts = [], {"whole": 0, "cancelled": 0, "dropped": 0, "failed": 0, "refused": 0}
+
+    def client(thread: int) -> None:
+        rng = random.Random(thread)
+        for _ in range(25):
+            i, fate = rng.randrange(60), rng.random()
+            prompt = PROMPTS[i % 4]
+            if fate < 0.1:
+                with pytest.raises(ValueError):
+                    engine.submit(rng.choice([[], [400], [-1], [3.5]]), **options(i))
+                counts["refused"] += 1
+            elif fate < 0.2:
+                with pytest.raises(KeyError):
+                    engine.submit(prompt, **options(i), logits_processors=[raises]).text()
+                counts["failed"] += 1
+            elif fate < 0.35:
+                request = engine.submit(prompt, 10**9 if fate < 0.3 else 50)
+                for _ in range(rng.randrange(3)):
+                    next(request)
+                request.cancel()
+                list(request)
+                counts["cancelled"] += 1
+            elif fate < 0.45:
+                request = engine.submit(prompt, 10**9)
+                next(request)
+                del request
+                counts["dropped"] += 1
+            else:
+                text = engine.submit(prompt, **options(i)).text()
+                counts["whole"] += 1
+                if text != alone[i]:
+                    wrong.append((i, text))
+
+    with Engine(model, tokenizer, max_lanes=6, prefill_step_size=64) as engine:
+        threads = [threading.Thread(target=client, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert not any(thread.is_alive() for thread in threads), "a request never ended"
+        held = []
+        for _ in range(30):
+            engine.submit(PROMPTS[3], 4).text()
+            held.append(mx.get_active_memory())
+        # As much after thirty more as after one: nothing is kept of a request that is over.
+        assert max(held[15:]) <= max(held[:15]), held
+    assert wrong == [] and sum(counts.values()) == 200 and min(counts.values()) > 5, (wrong[:2], counts)
+
+
+def test_a_short_request_is_not_kept_waiting_by_long_ones(model, tokenizer):
+    with Engine(model, tokenizer, max_lanes=2) as engine:
+        long = engine.submit(PROMPTS[0], 400)
+        next(long)
+        order = []
+        short = [engine.submit(PROMPTS[1], 3) for _ in range(3)]
+        for request in short:
+            request.text()
+            order.append("short")
+        assert not long._mailbox.ended, "the long one was over first: a weak test"
+        long.cancel()
+
+
+def test_responses_can_be_awaited_by_many_tasks_without_a_thread_each(model, tokenizer):
+    want = [generate(model, tokenizer, prompt, max_tokens=6) for prompt in PROMPTS]
+
+    async def answer(engine, prompt):
+        return "".join([response.text async for response in engine.submit(prompt, 6)])
+
+    async def answers(engine):
+        before = threading.active_count()
+        found = await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS * 20))
+        assert threading.active_count() == before
+        return found
+
+    with Engine(model, tokenizer) as engine:
+        assert asyncio.run(answers(engine)) == want * 20
+
+
+def test_a_full_queue_refuses_and_a_closed_engine_ends_everything(model, tokenizer):
+    engine = Engine(model, tokenizer, max_lanes=1, max_waiting=2)
+    running = engine.submit(PROMPTS[0], -1)
+    next(running)
+    waiting = [engine.submit(PROMPTS[1], 5) for _ in range(2)]
+    with pytest.raises(QueueFull, match="2 requests are waiting"):
+        engine.submit(PROMPTS[1], 5)
+    engine.close()
+    engine.close()
+    for request in [running, *waiting]:
+        with pytest.raises(RuntimeError, match="closed"):
+            request.text()
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.submit(PROMPTS[0])
