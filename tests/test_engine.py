@@ -3,7 +3,6 @@
 import asyncio
 import random
 import threading
-import time
 
 import mlx.core as mx
 import pytest
