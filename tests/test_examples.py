@@ -40,6 +40,20 @@ def test_an_application_can_stop_an_answer_and_go_on():
     assert answer == "1. gate\n2. egg\n3. sea\n4. gold\n5. house\n6. night"
 
 
+def test_a_batch_answers_in_the_order_of_its_prompts(monkeypatch, capsys):
+    out, err = run("batch.py", monkeypatch, capsys)
+    letters = out.index("G, H, I, J, K, L, M, N, O, P, Q, R, S, T, U, V, W")
+    assert letters < out.index("62 63 64 65 66 67 68 69 70 71 72 73") < out.index("class Trip:")
+    tokens, passes = (int(n) for n in re.findall(r"\d+", err))
+    assert tokens > 10 * passes
+
+
+def test_an_async_app_streams_to_several_and_one_leaves_early(monkeypatch, capsys):
+    out, _ = run("async_engine.py", monkeypatch, capsys)
+    assert "G, H, I, J, K, L, M, N, O, P, Q, R, S, T, U, V, W" in out
+    assert out.count("62 6") == 2 and out.count("62 63 64 65 66 67 68 69 70 71 72 73") == 1
+
+
 def test_make_demo_asks_a_question_that_training_never_saw():
     from specmlx.demo.tasks import is_held_out
 
