@@ -8,10 +8,13 @@ import mlx.core as mx
 
 class Fake:
     def __init__(self, *variants: str, name: str = "fake", slow_stock: bool = False):
-        self.variants = self.one_order = variants
+        self.one_order = variants
         self.name = name
         self.slow_stock = slow_stock
         self.address = f"fake_operators:{'_'.join(variants)}"
+
+    def variants(self, key):
+        return self.one_order
 
     def small(self, key):
         return {**key, "N": 8}

@@ -94,8 +94,7 @@ def test_row_counts_may_have_different_kernels_unless_consistent(file):
 
 
 def test_consistent_leaves_out_kernels_whose_order_depends_on_the_rows(file):
-    operator = fake_operators.Fake("quick", "other")
-    operator.one_order = ("other",)
+    operator = fake_operators.Fake("other")
     outcome = Outcome({1: {"quick": 1.0, "other": 2.0, STOCK: 3.0}})
     assert str(chooser(file, race=lambda *_: outcome, consistent=True).choose(operator, KEY)) == "other"
 

@@ -97,6 +97,7 @@ def instrument(ir: str) -> tuple[str, list[Site]]:
     serial = 0
     block: list[str] = []
     counts = [0, 0, 0]
+    flight = most_in_flight = 0
 
     def access(space: str | None, pointer: str, site: Site) -> None:
         nonlocal serial
@@ -123,6 +124,8 @@ def instrument(ir: str) -> tuple[str, list[Site]]:
         out.extend(block[:at] + extra + block[at:])
         block = []
         counts[:] = [0, 0, 0]
+        nonlocal flight
+        flight = 0
 
     inside = False
     for line in ir.splitlines():
@@ -142,6 +145,8 @@ def instrument(ir: str) -> tuple[str, list[Site]]:
         if m := LOAD.match(line):
             flags = 2 if m[2] in "24" else 0
             access(m[2], m[3], Site(size_of(m[1]), int(m[4]), where.line(line), flags))
+            flight += m[2] == "1"
+            most_in_flight = max(most_in_flight, flight)
         elif m := STORE.match(line):
             flags = 1 | (2 if m[2] in "24" else 0)
             access(m[2], m[3], Site(size_of(first_type(m[1])), int(m[4]), where.line(line), flags))
@@ -154,6 +159,7 @@ def instrument(ir: str) -> tuple[str, list[Site]]:
                         p[1], p[3], Site(size, int(p[2] or 1), where.line(line), (1 - i) | (2 if p[1] == "4" else 0))
                     )
         elif SITE in line:
+            flight = 0
             sites.append(Site(line=where.line(line)))
             line = line.replace(f"i32 noundef {SITE}", f"i32 {len(sites) - 1}").replace(
                 f"i32 {SITE}", f"i32 {len(sites) - 1}"
@@ -169,6 +175,7 @@ def instrument(ir: str) -> tuple[str, list[Site]]:
     table = ", ".join(f"%Site {{ i32 {s.size}, i32 {s.align}, i32 {s.line}, i32 {s.flags} }}" for s in sites)
     out += [
         "%Site = type { i32, i32, i32, i32 }",
+        f"@msl_in_flight = constant i32 {most_in_flight}",
         f"@msl_sites = constant [{len(sites)} x %Site] [{table}]",
         "@msl_operations = external global [3 x i64]",
         "declare void @msl_access(ptr, i32)",

@@ -64,6 +64,7 @@ class Report:
     instructions: int = 0  # other arithmetic outside addresses, per lane: shifts, masks, compares, integer arithmetic
     conversions: int = 0
     simd_ops: int = 0
+    loads_in_flight: int = 0  # most device loads of a lane in a straight line between two simdgroup operations
     barriers: int = 0
     threadgroups: int = 0
     threads: int = 0

@@ -208,6 +208,7 @@ def launch(
         instructions=operations[1],
         conversions=operations[2],
         simd_ops=run.simd_ops,
+        loads_in_flight=ctypes.c_uint32.in_dll(library, "msl_in_flight").value,
         barriers=run.barriers,
         threadgroups=run.threadgroups,
         threads=math.prod(grid),

@@ -18,13 +18,15 @@ class Operator(Protocol):
     """An operator with kernels of ours.
 
     name: as `specmlx kernels` shows it. address: "module:attribute", from where the child process imports it.
-    variants: our kernels. one_order: those of them that give a row the same bits whatever the number of rows.
+    one_order: the variants that give a row the same bits whatever the number of rows.
     """
 
     name: str
     address: str
-    variants: tuple[str, ...]
     one_order: tuple[str, ...]
+
+    def variants(self, key: Key) -> tuple[str, ...]:
+        """Our kernels that take it."""
 
     def small(self, key: Key) -> Key:
         """The same operator on an input small enough for the reference."""

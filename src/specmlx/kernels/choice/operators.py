@@ -25,8 +25,13 @@ class QuantizedMatmul:
 
     name: str = "quantized_matmul"
     address: str = f"{__name__}:QUANTIZED_MATMUL"
-    variants: tuple[str, ...] = ("A", "V")
-    one_order: tuple[str, ...] = ("A", "V")
+    one_order: tuple[str, ...] = ("A", "AX", "B", "V")
+
+    def variants(self, key: Key) -> tuple[str, ...]:
+        return tuple(v for v in self.one_order if v != "B" or self._has_groups_outside(key))
+
+    def _has_groups_outside(self, key: Key) -> bool:
+        return key["mode"] == "affine" and key["bits"] in (4, 8) and key["group_size"] in (64, 128)
 
     def small(self, key: Key) -> Key:
         # Not a multiple of any tile, so that the last rows are looked at too.

@@ -22,8 +22,8 @@ def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int
 
     seconds: how long a step of a variant may take. After a hang or a crash the others are raced again without it.
     """
-    outcome = Outcome()
-    while left := [v for v in operator.variants if v not in outcome.dropped]:
+    outcome, variants = Outcome(), operator.variants(key)
+    while left := [v for v in variants if v not in outcome.dropped]:
         outcome.seconds.clear()
         running = STOCK
         for step in _steps(operator, key, rows, left, seconds):
@@ -40,7 +40,7 @@ def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int
                 break
         else:
             break
-    if len(outcome.dropped) == len(operator.variants):
+    if len(outcome.dropped) == len(variants):
         outcome.seconds.clear()
     return outcome
 
