@@ -26,6 +26,10 @@ class StandInTarget:
         self.lm_head = nn.Linear(hidden, vocab, bias=False)
         self.lm_head.weight = head
 
+    @property
+    def head(self) -> nn.Linear:
+        return self.lm_head
+
 
 class Greedy:
     """Takes the largest logit, slot by slot, and keeps the logits that it was shown."""

@@ -14,6 +14,7 @@ from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.pairing import is_split_mtp
 from specmlx.drafters.proposal import Drafter
+from specmlx.drafters.settings import DraftSettings
 from specmlx.drafters.small_lm import load_small_lm
 from specmlx.formats.checkpoint import read_config
 from specmlx.hub import download
@@ -43,6 +44,10 @@ def load(
     *,
     draft_model: Any = AUTO,
     draft_window: int | None = None,
+    draft_quantize: str | None = None,
+    draft_vocab: int | None = None,
+    draft_vocab_file: str | None = None,
+    draft_markov_top_k: int | None = None,
     dtype: mx.Dtype | str | None = None,
     consistent: bool = False,
 ):
@@ -54,6 +59,7 @@ def load(
             for it), None, a path or Hub id, or a drafter.
         draft_window: how many tokens before its proposal a block drafter looks at, at most; default: the windows of its
             config.json, and 4096 for layers without one.
+        draft_quantize, draft_vocab, draft_vocab_file, draft_markov_top_k: see `drafters.settings.DraftSettings`.
         dtype: "float32", "bfloat16", "float16" or an mx.Dtype; default: the files' own, float32 for the demo.
         consistent: on Metal, one kernel for every row count of a quantized layer, so that plain and speculative passes
             give a row the same bits there; elsewhere mlx does that by itself. Default: what is fastest on this chip.
@@ -64,6 +70,7 @@ def load(
     from mlx_lm.utils import load_tokenizer
 
     dtype = _dtype(dtype)
+    settings = DraftSettings(draft_window, draft_quantize, draft_vocab, draft_vocab_file, draft_markov_top_k)
     path = resolve(path_or_hf_repo, revision=revision)
     model, config = load_target(
         path,
@@ -81,8 +88,7 @@ def load(
         tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
     except (OSError, ValueError) as error:
         raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
-    _attach(model, path, draft_model, dtype)
-    _set_window(model.draft_model, draft_window)
+    _attach(model, path, draft_model, dtype, settings)
     _choose_kernels(model, consistent)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
@@ -93,6 +99,10 @@ def load_drafter(
     *,
     dtype: mx.Dtype | str | None = None,
     draft_window: int | None = None,
+    draft_quantize: str | None = None,
+    draft_vocab: int | None = None,
+    draft_vocab_file: str | None = None,
+    draft_markov_top_k: int | None = None,
 ) -> Drafter:
     """Load a drafter and pair it with a loaded target.
 
@@ -101,22 +111,31 @@ def load_drafter(
             target's own files, or "ngram": prompt lookup, without weights. A directory or Hub id may be of a small
             language model with the target's tokens.
         dtype: the target's own where it is unset.
-        draft_window: as in `load`.
+        draft_window, draft_quantize, draft_vocab, draft_vocab_file, draft_markov_top_k: as in `load`.
 
-    Raises ValueError in one line where the pair does not fit (both values
-    named) or files are missing or corrupt.
+    Raises ValueError in one line where the pair does not fit (both values named), settings can't be honoured, or files
+    are missing or corrupt.
     """
-    model = as_target(model)
-    dtype = _dtype(dtype) or model.dtype
+    settings = DraftSettings(draft_window, draft_quantize, draft_vocab, draft_vocab_file, draft_markov_top_k)
+    return _load_drafter(path_or_hf_repo, as_target(model), _dtype(dtype), settings)
+
+
+def _load_drafter(
+    path_or_hf_repo: str | Path, model: Model | AnyLM, dtype: mx.Dtype | None, settings: DraftSettings
+) -> Drafter:
+    dtype = dtype or model.dtype
+    directories = [] if model.directory is None else [model.directory]
     if path_or_hf_repo == NGRAM:
-        return NGram()
-    if path_or_hf_repo == MTP:
+        drafter = NGram()
+    elif path_or_hf_repo == MTP:
         if not isinstance(model, Model) or model.directory is None:
             raise ValueError("draft_model='mtp' needs a target that was loaded from files: this one was not")
         drafter = load_mtp(model.directory, model, dtype)
     else:
-        drafter = _load_files(resolve(path_or_hf_repo), model, dtype)
-    _set_window(drafter, draft_window)
+        path = resolve(path_or_hf_repo)
+        directories.insert(0, path)
+        drafter = _load_files(path, model, dtype)
+    settings.apply(drafter, directories)
     return drafter
 
 
@@ -159,42 +178,32 @@ def _choose_kernels(model: Model | AnyLM, consistent: bool) -> None:
         choose_kernels(model.draft_model.model, model.dtype, chooser)
 
 
-def _attach(model: Model | AnyLM, path: Path, draft_model: Any, dtype: mx.Dtype | None) -> None:
+def _attach(
+    model: Model | AnyLM, path: Path, draft_model: Any, dtype: mx.Dtype | None, settings: DraftSettings
+) -> None:
+    drafter, reason = None, None
     if draft_model is None:
-        model.attach(None, "draft_model is None")
+        reason = "draft_model is None"
     elif draft_model != AUTO:
         named = isinstance(draft_model, (str, Path))
-        model.attach(load_drafter(draft_model, model, dtype=dtype) if named else draft_model)
-    elif model.config.draft_model:
-        _attach_named(model, path, model.config.draft_model, dtype)
+        drafter = _load_drafter(draft_model, model, dtype, settings) if named else draft_model
+        if not named and settings != DraftSettings():
+            settings.apply(drafter, [path])
+    elif name := model.config.draft_model:
+        beside = path / name
+        try:
+            found = beside if beside.is_dir() else resolve(name, local_only=True)
+        except ValueError:
+            reason = f"the drafter that the config names, {name}, is not on this machine: pass draft_model={name!r}"
+        else:
+            drafter = _load_drafter(found, model, dtype, settings)
     elif (path / "draft").is_dir():
-        model.attach(load_drafter(path / "draft", model, dtype=dtype))
+        drafter = _load_drafter(path / "draft", model, dtype, settings)
     else:
-        model.attach(None, f"no drafter: {path} names none and has no folder draft/")
-
-
-def _attach_named(model: Model | AnyLM, path: Path, name: str, dtype: mx.Dtype | None) -> None:
-    beside = path / name
-    try:
-        found = beside if beside.is_dir() else resolve(name, local_only=True)
-    except ValueError:
-        model.attach(
-            None,
-            f"the drafter that the config names, {name}, is not on this machine: pass draft_model={name!r}",
-        )
-        return
-    model.attach(load_drafter(found, model, dtype=dtype))
-
-
-def _set_window(drafter: Drafter | None, draft_window: int | None) -> None:
-    if draft_window is None:
-        return
-    if not isinstance(drafter, BlockDrafter):
-        what = "there is no drafter" if drafter is None else f"a {type(drafter).__name__} has no window"
-        raise ValueError(f"draft_window is {draft_window} but {what}: leave it out")
-    if draft_window < 1:
-        raise ValueError(f"draft_window is {draft_window}: it must be at least 1")
-    drafter.draft_window = draft_window
+        reason = f"no drafter: {path} names none and has no folder draft/"
+    if drafter is None:
+        settings.apply(None)
+    model.attach(drafter, reason)
 
 
 def _dtype(dtype: mx.Dtype | str | None) -> mx.Dtype | None:

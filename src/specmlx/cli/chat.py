@@ -10,6 +10,7 @@ from typing import Any, TextIO
 import click
 
 from specmlx.cli import options
+from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.terminal import answers, note, prefill_status, show_status
 
 HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answer"
@@ -18,7 +19,7 @@ HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answe
 @click.command(short_help="Talk with a model.")
 @options.model_options
 @options.draft_model_option
-@options.draft_window_option
+@draft_options
 @options.num_draft_tokens_option
 @options.system_prompt_option
 @options.chat_template_config_option
@@ -40,7 +41,7 @@ def chat(
     sampling: options.SamplingFlags,
     kv: options.KVFlags,
     draft_model: str,
-    draft_window: int | None,
+    drafting: DraftFlags,
     num_draft_tokens: int | None,
     system_prompt: str | None,
     chat_template_config: dict[str, Any] | None,
@@ -58,7 +59,7 @@ def chat(
     sampling.check()
     kv_settings = kv.settings()
     with answers():
-        model, tokenizer = target.load(draft_model, draft_window=draft_window)
+        model, tokenizer = target.load(draft_model, drafting=drafting)
     options.check_width(model.draft_model, num_draft_tokens, model.no_draft_reason)
     if not tokenizer.has_chat_template:
         raise ValueError(f"the tokenizer of {target.model} has no chat template: use specmlx generate")

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from specmlx.cli import options
+from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.terminal import answers, note, prefill_status
 
 # A held-out question of the demo's: its training never saw it.
@@ -18,7 +19,7 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @click.command(short_help="Answer one prompt.")
 @options.model_options
 @options.draft_model_option
-@options.draft_window_option
+@draft_options
 @options.num_draft_tokens_option
 @click.option("--prompt", "-p", default=PROMPT, show_default=True, help="- reads stdin, without its last line end.")
 @options.template_options
@@ -43,7 +44,7 @@ def generate(
     template: options.TemplateFlags,
     kv: options.KVFlags,
     draft_model: str,
-    draft_window: int | None,
+    drafting: DraftFlags,
     num_draft_tokens: int | None,
     prompt: str,
     prefill_response: str | None,
@@ -65,7 +66,7 @@ def generate(
     recorder = _recorder(trace)
     with answers() as out:
         target, prompt_cache, tokenizer_config = _cached(prompt_cache_file, target)
-        model, tokenizer = target.load(draft_model, tokenizer_config, draft_window)
+        model, tokenizer = target.load(draft_model, tokenizer_config, drafting)
         goes_on = prompt_cache is not None
         if prompt_cache_file and prompt_cache is None:
             prompt_cache = _prompts(prompt_cache_file, model)

@@ -14,6 +14,7 @@ from specmlx.cli.template import render
 from specmlx.cli.terminal import status
 
 if TYPE_CHECKING:
+    from specmlx.cli.drafting import DraftFlags
     from specmlx.speculation.processors import Processor
     from specmlx.speculation.sampling import Sampler
     from specmlx.state.quantized_kv import KVFormat
@@ -35,7 +36,7 @@ class ModelFlags:
         self,
         draft_model: str | None = "auto",
         tokenizer_config: dict | None = None,
-        draft_window: int | None = None,
+        drafting: "DraftFlags | None" = None,
     ):
         """(model, tokenizer), the drafter kept on the model; `draft_model` may be "none". Raises ValueError."""
         from specmlx.loading import load
@@ -44,7 +45,7 @@ class ModelFlags:
             return load(
                 self.model,
                 draft_model=None if draft_model == "none" else draft_model,
-                draft_window=draft_window,
+                **({} if drafting is None else asdict(drafting)),
                 dtype=self.dtype,
                 adapter_path=self.adapter_path,
                 trust_remote_code=self.trust_remote_code,
@@ -245,13 +246,6 @@ draft_model_option = click.option(
     show_default=True,
     metavar="auto|none|PATH_OR_ID",
     help="Drafter; auto takes what the target names, none decodes plainly.",
-)
-
-draft_window_option = click.option(
-    "--draft-window",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Tokens that a block drafter looks back at; default: its config's, 4096 for layers that have none.",
 )
 
 num_draft_tokens_option = click.option(

@@ -4,6 +4,7 @@ from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from specmlx.drafters.block import BlockTrunk, Join
 from specmlx.drafters.context import SLACK, Context, Rows
@@ -17,13 +18,16 @@ DRAFT_WINDOW = 4096
 
 
 class Target(Protocol):
-    """What a drafter uses of its target: its sizes, its embedding and its head."""
+    """What a drafter uses of its target: its sizes, its embedding and its head, as a function and as a layer."""
 
     config: TargetSizes
 
     def embed_tokens(self, ids: mx.array) -> mx.array: ...
 
     def lm_head(self, hidden: mx.array) -> mx.array: ...
+
+    @property
+    def head(self) -> nn.Module: ...
 
 
 class BlockDrafter:
@@ -42,7 +46,9 @@ class BlockDrafter:
         self.draft_window: int | None = DRAFT_WINDOW
         # The head is run in its own dtype, else its weights would be converted for every pass.
         self.target_dtype = target.embed_tokens(mx.zeros((1,), dtype=mx.int32)).dtype
+        self.vocab_size = self.config.vocab_size
         self.vocabulary = vocabulary
+        self.shortlist: nn.Module | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -148,17 +154,30 @@ class BlockDrafter:
 
         The head is the drafter's own, its own table's, or the target's; what its rows stand for is `vocabulary`'s.
         """
-        if self.config.own_head:
+        own = self.config.own_head or self.config.own_embedding
+        hidden = hidden if own else hidden.astype(self.target_dtype)
+        if self.shortlist is not None:
+            logits = self.shortlist(hidden)
+        elif self.config.own_head:
             logits = self.model.lm_head(hidden)
-        elif self.config.own_embedding:
-            logits = self.model.embed_tokens.as_linear(hidden)
         else:
-            logits = self.target.lm_head(hidden.astype(self.target_dtype))
+            logits = self.model.embed_tokens.as_linear(hidden) if own else self.target.lm_head(hidden)
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         if cap := self.config.final_logit_softcapping:
             logits = mx.tanh(logits / cap) * cap
         return logits
+
+    def head(self) -> nn.Module:
+        """The layer that logits come from. Raises ValueError for a target that does not show its own."""
+        if self.shortlist is not None:
+            return self.shortlist
+        if self.config.own_head:
+            return self.model.lm_head
+        return self.model.embed_tokens if self.config.own_embedding else self.target.head
+
+    def keep_rows(self, rows: mx.array) -> None:
+        """Follow the head, which keeps these of its rows."""
 
     def widen(self, logits: mx.array) -> mx.array:
         """Logits `[..., Vd]` over the target's vocabulary `[..., V]`."""

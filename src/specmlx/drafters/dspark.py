@@ -9,7 +9,8 @@ from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.context import Context
 from specmlx.drafters.markov import ConfidenceHead, MarkovHead
 from specmlx.drafters.proposal import DraftPolicy, Proposal
-from specmlx.kernels.draft_head import chain
+from specmlx.drafters.vocabulary import dense_rows, take_rows
+from specmlx.kernels.draft_head import chain, top_k
 
 
 class DSparkTrunk(BlockTrunk):
@@ -26,6 +27,12 @@ class DSpark(BlockDrafter):
     """DSpark (arXiv 2607.05147): row k of the block proposes the token after its position; γ = block."""
 
     model: DSparkTrunk
+    markov_top_k: int | None = None
+    """Of how many of a slot's best tokens the Markov head's bias is computed; the others are not drafted."""
+
+    def keep_rows(self, rows: mx.array) -> None:
+        """Keep these rows of the head, and of the Markov head, which is added to it."""
+        self.model.markov_head.markov_w2 = take_rows(self.model.markov_head.markov_w2, rows)
 
     def propose(self, context: Context, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
         """See `Drafter.propose`. Slot k's logits are head(h_k) plus the Markov head's bias of the token before it."""
@@ -34,6 +41,8 @@ class DSpark(BlockDrafter):
             return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
         hidden = self.slots_hidden(context, anchor, width)
         base, head = self.logits(hidden), self.model.markov_head
+        if self.markov_top_k is not None:
+            return self._among_candidates(hidden, base, anchor, policy)
         # Quantized weights have no rows that could be taken as they are.
         dense = type(head.markov_w1) is nn.Embedding and type(head.markov_w2) is nn.Linear
         if policy.greedy and dense and head.kind == "vanilla" and self.vocabulary is None:
@@ -44,6 +53,24 @@ class DSpark(BlockDrafter):
             at = slice(slot, slot + 1)
             state, latent = head.step(state, previous, hidden[:, at])
             previous, q = policy.draft(self.widen(base[:, at] + head.markov_w2(latent)), slot)
+            tokens.append(previous)
+            qs.append(q)
+        q = None if qs[0] is None else mx.concatenate(qs, axis=1)
+        return self._proposal(hidden, anchor, mx.concatenate(tokens, axis=1), q)
+
+    def _among_candidates(self, hidden: mx.array, base: mx.array, anchor: mx.array, policy: DraftPolicy) -> Proposal:
+        """The same with the rows of W2 gathered that belong to each slot's best tokens before the bias."""
+        head, vocabulary = self.model.markov_head, self.vocabulary
+        unary, rows = top_k(base, self.markov_top_k)
+        ids = rows if vocabulary is None else vocabulary.ids[rows]
+        state, previous, tokens, qs = None, anchor.astype(mx.int32)[:, None], [], []
+        for slot in range(base.shape[1]):
+            at = slice(slot, slot + 1)
+            state, latent = head.step(state, previous, hidden[:, at])
+            w2 = dense_rows(head.markov_w2, rows[:, at]).astype(mx.float32)
+            scores = unary[:, at] + (w2 @ latent.astype(mx.float32)[..., None])[..., 0]
+            everywhere = mx.full((*ids[:, at].shape[:2], self.vocab_size), -mx.inf)
+            previous, q = policy.draft(mx.put_along_axis(everywhere, ids[:, at], scores, axis=-1), slot)
             tokens.append(previous)
             qs.append(q)
         q = None if qs[0] is None else mx.concatenate(qs, axis=1)

@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from specmlx.drafters.block_drafter import Target
 from specmlx.drafters.proposal import DraftPolicy, Proposal
+from specmlx.drafters.vocabulary import DraftVocabulary
 from specmlx.formats.identity import fingerprint
 from specmlx.state.kv import KV, reserve, write
 from specmlx.targets.config import FULL, HybridConfig
@@ -112,6 +113,9 @@ class MTP:
         self.target = target
         self.tap_ids = (target.config.num_hidden_layers - 1,)
         self.max_width = max_width
+        self.vocab_size = target.config.vocab_size
+        self.vocabulary: DraftVocabulary | None = None
+        self.shortlist: nn.Module | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -166,14 +170,23 @@ class MTP:
             )
             y, context.kv = layer(self.model.rows(self._embed(token), hidden), mixer)
             hidden = self.model.norm(y)
-            token, q = policy.draft(self.logits(hidden), step)
+            logits = self.logits(hidden)
+            token, q = policy.draft(self.vocabulary.widen(logits) if self.vocabulary else logits, step)
             tokens.append(token)
             qs.append(q)
         return Proposal(mx.concatenate(tokens, axis=1), None if qs[0] is None else mx.concatenate(qs, axis=1))
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Logits `[..., V]` of the head's normed rows `[..., D]`, by the target's own head."""
-        return self.target.lm_head(hidden.astype(self.target.model.norm.weight.dtype))
+        """Logits `[..., V]` of the head's normed rows `[..., D]`, by the target's own head or rows of it."""
+        hidden = hidden.astype(self.target.model.norm.weight.dtype)
+        return self.target.lm_head(hidden) if self.shortlist is None else self.shortlist(hidden)
+
+    def head(self) -> nn.Module:
+        """The layer that logits come from."""
+        return self.target.head if self.shortlist is None else self.shortlist
+
+    def keep_rows(self, rows: mx.array) -> None:
+        """See `vocabulary.Headed`: nothing follows the head."""
 
     def _embed(self, tokens: mx.array) -> mx.array:
         return self.target.embed_tokens(tokens).astype(self.model.norm.weight.dtype)

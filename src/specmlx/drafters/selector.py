@@ -20,7 +20,7 @@ class CandidateSelector(nn.Module):
 
     def candidates(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """The `top_k` largest logits `[..., K]` float32 of `[..., V]`, and their ids `[..., K]` int32."""
-        ids = mx.stop_gradient(top_k(mx.stop_gradient(logits), self.top_k)[1])
+        ids = mx.stop_gradient(top_k(mx.stop_gradient(logits), min(self.top_k, logits.shape[-1]))[1])
         return mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32), ids
 
     def scores(self, hidden: mx.array, unary: mx.array, ids: mx.array, previous: mx.array) -> mx.array:

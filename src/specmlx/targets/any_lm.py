@@ -89,6 +89,12 @@ class AnyLM(nn.Module):
         return self._drafting.reason
 
     @property
+    def head(self) -> nn.Module:
+        """The layer that logits come from, before whatever the model's own code does to them."""
+        owners = [module for module in (self.lm, self.lm.get("language_model")) if module and "lm_head" in module]
+        return owners[0].lm_head if owners else self.embedding
+
+    @property
     def embedding(self) -> nn.Module:
         """The table of embeddings. Raises ValueError where the model's code has it under no name that is known."""
         for name in _EMBEDDINGS:

@@ -130,6 +130,11 @@ class Model(nn.Module):
         return self.model.norm.weight.dtype
 
     @property
+    def head(self) -> nn.Module:
+        """The layer that logits come from: the head, or the table of embeddings that is tied to it."""
+        return self.language_model.lm_head if "lm_head" in self.language_model else self.embedding
+
+    @property
     def embedding(self) -> nn.Module:
         """The table of embeddings."""
         return self.model.embed_tokens
