@@ -1,0 +1,110 @@
+"""Prompts to train on: JSONL in mlx-lm's chat, completions and text forms, or prompts alone."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HELD_OUT = 0.05
+_FORMS = "messages (a chat), prompt (and completion), or text"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a data file: a chat up to the turn that the target is to answer, or a text as it is.
+
+    messages: turns before the answer; empty for a text. tools: what the chat template is given as such.
+    category: the row's own field of that name, "" without one. held_out: whether it is kept for measuring.
+    """
+
+    messages: tuple[dict[str, Any], ...] = ()
+    text: str | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    category: str = ""
+
+    @property
+    def key(self) -> str:
+        """A hash of what the target is asked."""
+        asked = json.dumps([self.messages, self.tools, self.text], sort_keys=True, ensure_ascii=False)
+        return hashlib.blake2b(asked.encode(), digest_size=8).hexdigest()
+
+    @property
+    def held_out(self) -> bool:
+        return int(self.key, 16) < HELD_OUT * 2**64
+
+    def ids(self, tokenizer: Any) -> list[int]:
+        """The tokens of the prompt as the chat template renders it, or of the text."""
+        if self.text is not None:
+            return tokenizer.encode(self.text)
+        tools = list(self.tools) if self.tools else None
+        return tokenizer.apply_chat_template(list(self.messages), tools=tools, add_generation_prompt=True)
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """All rows of a JSONL file, each question once. Raises ValueError, naming the line, for what can't be used."""
+    rows: dict[str, Row] = {}
+    for row in _rows(Path(path)):
+        rows.setdefault(row.key, row)
+    if not rows:
+        raise ValueError(f"{path} holds no rows: give lines of JSON with {_FORMS}")
+    return list(rows.values())
+
+
+def _rows(path: Path) -> Iterator[Row]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"can't read {path}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield _row(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: no JSON ({error.msg})") from None
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+def _row(fields: Any) -> Row:
+    if isinstance(fields, str):
+        fields = {"prompt": fields}
+    if not isinstance(fields, dict):
+        raise ValueError(f"a {type(fields).__name__}, not an object with {_FORMS}")
+    category = str(fields.get("category", ""))
+    if "messages" in fields:
+        return Row(_asked(fields["messages"]), tools=_tools(fields.get("tools")), category=category)
+    if "prompt" in fields:
+        return Row(({"role": "user", "content": _text(fields, "prompt")},), category=category)
+    if "text" in fields:
+        return Row(text=_text(fields, "text"), category=category)
+    raise ValueError(f"has {', '.join(fields) or 'nothing'}: it needs {_FORMS}")
+
+
+def _asked(messages: Any) -> tuple[dict[str, Any], ...]:
+    """The turns up to the last one of the user's: the target gives its own answer."""
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise ValueError("messages must be a list of objects with a role and content")
+    turns = list(messages)
+    while turns and turns[-1]["role"] == "assistant":
+        turns.pop()
+    if not turns or not any(turn.get("content") for turn in turns):
+        raise ValueError("messages ask nothing: no turn before the assistant's")
+    return tuple(turns)
+
+
+def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise ValueError("tools must be a list")
+    return tuple(tools)
+
+
+def _text(fields: dict[str, Any], name: str) -> str:
+    text = fields[name]
+    if not isinstance(text, str) or not text.strip():
+        raise ValueError(f"{name} must be a text that is not empty")
+    return text
