@@ -19,10 +19,11 @@ for (uint m = 0; m < TILES; ++m) {
 }
 float2 y[4 * TILES];
 const size_t first = size_t(expert) * N, groups = K / GROUP;
-const auto matrix = matrix_of(w + first * (K / 16 * BITS / 2), scales + first * groups, biases + first * groups);
+const auto expert_w = w + first * (K / 16 * BITS / 2);
+const auto expert_scales = scales + first * groups, expert_biases = biases + first * groups;
 multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, false, false>(
-    y, matrix, matrix, x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
-    thread_index_in_simdgroup);
+    y, expert_w, expert_scales, expert_biases, expert_w, expert_scales, expert_biases, x, x_row, N, K, n0, shared,
+    simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
 merge<T, TILES, false, false>(
     y, float2(tensor_scale[0] * decoded_rest<MODE>()), out + m0 * N, x, M, N, n0, shared, simdgroup_index_in_threadgroup,
     simdgroups_per_threadgroup, thread_index_in_simdgroup);

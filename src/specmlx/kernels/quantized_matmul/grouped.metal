@@ -34,6 +34,7 @@ METAL_FUNC void multiply_groups(
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const uint first = start / 64 + simdgroup * count / split, last = start / 64 + (simdgroup + 1) * count / split;
 
+#pragma clang loop unroll(disable)
     for (uint c = first; c < last; c += AHEAD) {
       uint2 octets[8 * AHEAD];
 #pragma clang loop unroll(full)

@@ -85,29 +85,15 @@ METAL_FUNC void find_rows(thread uint* x_row, uint m0, uint M, uint rows, uint K
   }
 }
 
-// Packed rows and what belongs to them.
-template <typename W, typename S> struct Matrix {
-  W w;
-  S scales, biases;
-};
-
-template <typename W, typename S> METAL_FUNC Matrix<W, S> matrix_of(W w, S scales, S biases) {
-  Matrix<W, S> matrix;
-  matrix.w = w;
-  matrix.scales = scales;
-  matrix.biases = biases;
-  return matrix;
-}
-
 // 32 rows of w [N, K] from row n0 times 8 TILES rows of x, whose elements begin at x_row; `split` simdgroups share K.
-// PAIRED: 16 rows of `one` and the same 16 of `two`, else `two` isn't read.
+// PAIRED: 16 rows of w and the same 16 of up_w; else up_w and what belongs to it aren't read.
 // In which order a row's products are added follows from the format, K and split alone.
 template <
     typename T, int MODE, int BITS, int GROUP, int TILES, int SHARED, bool WHOLE, bool ORDERED, bool PAIRED, typename W,
     typename S, typename X>
 METAL_FUNC void multiply_rows(
-    thread float2* y, Matrix<W, S> one, Matrix<W, S> two, X x, thread const uint* x_row, uint N, uint K, uint n0,
-    threadgroup uint* shared, uint simdgroup, uint split, uint lane_index) {
+    thread float2* y, W w, S scales, S biases, W up_w, S up_scales, S up_biases, X x, thread const uint* x_row, uint N,
+    uint K, uint n0, threadgroup uint* shared, uint simdgroup, uint split, uint lane_index) {
   constexpr uint ROWS = PAIRED ? 16 : 32;
   constexpr uint SLOT = slot_weights<BITS>(), BLOCK = 8 * SLOT, WORDS = SLOT * BITS / 32;
   constexpr uint STAGED = SHARED / (MODE == AFFINE ? 32 : 8), CHUNK = MODE == FP8 ? 0 : STAGED * GROUP / BLOCK * BLOCK;
@@ -128,8 +114,8 @@ METAL_FUNC void multiply_rows(
   for (int i = 0; i < 4 * TILES; ++i) {
     y[i] = 0;
   }
-  one.w += size_t(n0) * row_words;
-  two.w += size_t(n0) * row_words;
+  w += size_t(n0) * row_words;
+  up_w += size_t(n0) * row_words;
 
   for (uint start = 0; start < K; start += chunk) {
     const uint end = min(start + chunk, K), blocks = (end - start) / BLOCK;
@@ -140,18 +126,19 @@ METAL_FUNC void multiply_rows(
 #pragma clang loop unroll(full)
       for (uint i = 0; i < 32 / ROWS; ++i) {
         stage<MODE>(
-            i == 0 ? one.scales : two.scales, i == 0 ? one.biases : two.biases, size_t(n0) * groups, min(ROWS, N - n0),
+            i == 0 ? scales : up_scales, i == 0 ? biases : up_biases, size_t(n0) * groups, min(ROWS, N - n0),
             groups, start / GROUP, (end - start) / GROUP, shared, ROWS * i, stride, 32 * simdgroup + lane_index, 32 * split);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
 
+#pragma clang loop unroll(disable)
     for (uint block = simdgroup * blocks / split; block < (simdgroup + 1) * blocks / split; ++block) {
       const uint k = start + block * BLOCK;
       uint words[8 * WORDS];
 #pragma clang loop unroll(full)
       for (uint i = 0; i < 8; ++i) {
-        load_slot<WORDS, WHOLE>((i < ROWS / 4 ? one.w : two.w) + row[i] + (k + lane.slot * SLOT) / 8 * BITS / 4, words + WORDS * i);
+        load_slot<WORDS, WHOLE>((i < ROWS / 4 ? w : up_w) + row[i] + (k + lane.slot * SLOT) / 8 * BITS / 4, words + WORDS * i);
       }
 #pragma clang loop unroll(full)
       for (uint o = 0; o < SLOT / 8; ++o) {
@@ -189,7 +176,7 @@ METAL_FUNC void multiply_rows(
       uint2 octets[8];
 #pragma clang loop unroll(full)
       for (uint i = 0; i < 8; ++i) {
-        octets[i] = load_octet<BITS>(i < ROWS / 4 ? one.w : two.w, row[i], k_w);
+        octets[i] = load_octet<BITS>(i < ROWS / 4 ? w : up_w, row[i], k_w);
         if (MODE != FP8) {
           scale[i] = staged_scale<T, MODE>(shared, staged_row[i] + (k_w - start) / GROUP);
         }
@@ -208,7 +195,7 @@ METAL_FUNC float total(threadgroup const float* sums, uint at, uint split) {
 }
 
 // The simdgroups' sums, added in ascending order, times out_scale, to rows of out [.., N].
-// ADDED: plus `residual` [.., N]. PAIRED: silu(columns of `one`) times columns of `two`. Each operation rounds to T.
+// ADDED: plus `residual` [.., N]. PAIRED: silu(16 columns) times the 16 columns of up_w. Each operation rounds to T.
 template <typename T, int TILES, bool ADDED, bool PAIRED, typename R>
 METAL_FUNC void merge(
     thread const float2* y, float2 out_scale, device T* out, R residual, uint M, uint N, uint n0, threadgroup uint* shared,

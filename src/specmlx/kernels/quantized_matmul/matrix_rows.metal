@@ -4,10 +4,9 @@ const uint m0 = 8 * TILES * threadgroup_position_in_grid.y, M = min(rows - m0, u
 uint x_row[TILES];
 find_rows<ORDERED, TILES>(x_row, m0, M, rows, K, thread_index_in_simdgroup);
 float2 y[4 * TILES];
-const auto matrix = matrix_of(w, scales, biases);
 multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, ORDERED, false>(
-    y, matrix, matrix, ordered_x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
-    thread_index_in_simdgroup);
+    y, w, scales, biases, w, scales, biases, ordered_x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup,
+    simdgroups_per_threadgroup, thread_index_in_simdgroup);
 merge<T, TILES, ADDED, false>(
     y, float2(tensor_scale[0] * decoded_rest<MODE>()), out + m0 * N, residual + (ADDED ? m0 * N : 0), M, N, n0, shared,
     simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);

@@ -5,8 +5,8 @@ uint x_row[TILES];
 find_rows<ORDERED, TILES>(x_row, m0, M, rows, K, thread_index_in_simdgroup);
 float2 y[4 * TILES];
 multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, ORDERED, true>(
-    y, matrix_of(w, scales, biases), matrix_of(up_w, up_scales, up_biases), ordered_x, x_row, N, K, n0, shared,
-    simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
+    y, w, scales, biases, up_w, up_scales, up_biases, ordered_x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup,
+    simdgroups_per_threadgroup, thread_index_in_simdgroup);
 merge<T, TILES, false, true>(
     y, float2(tensor_scale[0], up_tensor_scale[0]) * decoded_rest<MODE>(), out + m0 * N, x, M, N, n0, shared,
     simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);

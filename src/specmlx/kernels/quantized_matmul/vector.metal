@@ -60,6 +60,7 @@ METAL_FUNC void multiply_vectors(
   scales += size_t(n0) * groups;
   biases += size_t(n0) * groups;
 
+#pragma clang loop unroll(disable)
   for (uint block = simdgroup * blocks / split; block < (simdgroup + 1) * blocks / split; ++block) {
     const uint k = block * BLOCK + slot * SLOT;
     uint words[RUNS * WORDS];
