@@ -5,9 +5,11 @@ per-layer megakernels…" (2026-10-08). GB is 10⁹.
 """
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -390,3 +392,11 @@ def test_a_plot_has_a_line_a_bandwidth_and_the_claims(tmp_path):
     printed("--plot", tmp_path / "x.svg", "--claim", "74@4.8")
     svg = (tmp_path / "x.svg").read_text(encoding="utf-8")
     assert "M5 Pro 307 GB/s" in svg and "74 tok/s" in svg
+
+
+def test_the_documentation_shows_what_the_commands_print():
+    text = (Path(__file__).parents[1] / "docs" / "receipts.md").read_text(encoding="utf-8")
+    samples = re.findall(r"```sh\nspecmlx roofline ([^\n]+)\n```\n\n```\n(.+?)\n```", text, re.S)
+    assert len(samples) == 2
+    for args, shown in samples:
+        assert printed(*args.split()).rstrip() == shown
