@@ -1,11 +1,12 @@
 """Bytes moved by a generation: arrays in memory against shapes and formats, and counts against hand-made ones."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from rig import EXPERTS, tiny
+from rig import EXPERTS, NEXT, tiny
 
 import specmlx
 from specmlx.drafters.mtp import MTP, MTPHead
@@ -93,6 +94,22 @@ def test_experts_count_as_many_as_the_rows_can_choose():
     assert few.nbytes == many.nbytes == nbytes
     # Three of eight experts a row: one row reads three eighths, four rows all.
     assert (few.times, many.times) == (4 * 3 / 8, 4)
+
+
+@pytest.mark.parametrize("changes", [EXPERTS, NEXT])
+def test_mixtures_in_memory_are_what_shapes_say(changes):
+    model = tiny(**changes)
+    line = Roofline(model.config, Scheme("all", *6 * [scheme_named("fp32").mlp], gated_norm=scheme_named("fp32").mlp))
+    for lanes in (1, 2):
+        # Plain decoding of so many lanes has so many rows a pass.
+        found = account(model, Stats(rounds=5, proposed=5 * (lanes - 1)))
+        weights = sum(
+            group.total for group in found.moved if "GDN state" not in group.label and "keys" not in group.label
+        )
+        # Shapes count norms and convolutions as bfloat16.
+        vectors = moved(found)["norms, conv taps, others"]
+        ours = (weights - vectors.total) / 5 + sum(g.nbytes for g in line.target if g.kind == "small")
+        assert ours == replace(line, lanes=lanes).target_bytes(drafting=False)
 
 
 @pytest.mark.parametrize("name", ["demo/dflash", "demo/dspark"])

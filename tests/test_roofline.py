@@ -182,7 +182,7 @@ def test_lithos_table_is_printed(label, fmt, total):
 
 
 def test_lithos_pass_is_17_608_GB():
-    assert f"{LITHOS.target_bytes / GB:.3f}" == "17.608"
+    assert f"{LITHOS.target_bytes() / GB:.3f}" == "17.608"
 
 
 def test_lithos_cache_and_state():
@@ -318,6 +318,22 @@ def test_a_config_file_a_directory_and_the_name_agree(tmp_path):
     assert {table["weights"] for table in tables} == {"affine-4-64"}
     exact = json.loads(printed("--model", tmp_path, "--json"))
     assert exact["target_parameters"] == 26_895_998_464 and exact["draft"] is None
+
+
+def test_a_mixture_reads_what_its_rows_can_choose(tmp_path):
+    sizes = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    config = QWEN.__dict__ | sizes | {"shared_expert_intermediate_size": 512, "intermediate_size": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_5_moe"}))
+    whole = 64 * 16 * 3 * 512 * 5120 * 4.5 / 8
+    for lanes, share in ((1, 0.125), (3, 0.375), (9, 1)):
+        args = ["--model", tmp_path, "--weights", "affine-4", "--lanes", lanes]
+        got = json.loads(printed(*args, "--json"))
+        (experts,) = [group for group in got["target"] if group["kind"] == "experts"]
+        assert experts["nbytes"] == whole
+        others = sum(g["nbytes"] * g["reads"] for g in got["target"]) - whole
+        assert got["round_bytes"] == others + share * whole + lanes * 2 * got["state_bytes"]
+        assert cells(printed(*args), "experts, 2 of 16 a row")[-3:-1] == ["≤", f"{share:.2f}"]
+    assert run("--model", tmp_path, "--draft-kind", "dflash").stderr.endswith("pass --draft-model\n")
 
 
 @pytest.mark.parametrize(

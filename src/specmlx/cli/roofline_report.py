@@ -118,12 +118,14 @@ def _rounds(asked: Question) -> str:
     if line.draft is None:
         return plain
     embedding = sum(group.nbytes for group in line.target if not group.reads)
+    target = f"target {sum(g.nbytes for g in line.target) / 1e9:.3f} − embedding {embedding / 1e9:.3f}"
+    if line.config.num_experts:
+        target = f"target with at most these experts {line.target_bytes() / 1e9:.3f}"
     return (
         f"One round, {lanes}: {sizes(True)}.\n"
-        f"Short: target {sum(g.nbytes for g in line.target) / 1e9:.3f} − embedding {embedding / 1e9:.3f} + draft "
-        f"{sum(g.read for g in line.drafter) / 1e9:.3f} + head a second time {line.head.nbytes / 1e9:.3f} "
-        f"+ state {line.lanes * line.state.moved / 1e9:.2f}. The draft with its head: {line.draft_bytes / 1e9:.2f} "
-        f"GB.\n{plain}"
+        f"Short: {target} + draft {sum(g.read() for g in line.drafter) / 1e9:.3f} + head a second time "
+        f"{line.head.nbytes / 1e9:.3f} + state {line.lanes * line.state.moved / 1e9:.2f}. "
+        f"The draft with its head: {line.draft_bytes / 1e9:.2f} GB.\n{plain}"
     )
 
 

@@ -65,7 +65,7 @@ def mib(nbytes: int) -> str:
 
 
 def _by_tensor(line: "Roofline") -> list[Row]:
-    rows = [HEADER, *(_row(group, line.draft is not None) for group in line.target)]
+    rows = [HEADER, *(_row(group, line.draft is not None, line.lanes * line.rows) for group in line.target)]
     parameters, nbytes = sum(g.parameters for g in line.target), sum(g.nbytes for g in line.target)
     bits = f"{parameters:,} parameters at {8 * nbytes / parameters:.4f} bits"
     return [*rows, ("target total", bits, "", "", "", f"{nbytes / 1e9:.3f}")]
@@ -78,8 +78,8 @@ def _drafter(line: "Roofline") -> list[Row]:
     return [*rows, ("draft total", note, "", "", "", f"{total / 1e9:.3f}")]
 
 
-def _row(group: Group, drafted: bool = False) -> Row:
-    reads = str(group.reads + (drafted and group.kind == "vocabulary head"))
+def _row(group: Group, drafted: bool = False, rows: int = 1) -> Row:
+    reads = _reads(group, drafted, rows)
     # Vectors come once a layer, and a few at the end: those count in the sum only.
     parts = [part for part in group.parts if part.label] or group.parts[:1]
     # A drafter's layer sums up matrices of many shapes.
@@ -88,24 +88,33 @@ def _row(group: Group, drafted: bool = False) -> Row:
     return group.label, group.shape, each, str(sum(part.count for part in parts)), reads, gigabytes(group.nbytes)
 
 
+def _reads(group: Group, drafted: bool, rows: int) -> str:
+    if group.share < 1:
+        return f"≤ {min(1.0, rows * group.share):.2f}"
+    return str(group.reads + (drafted and group.kind == "vocabulary head"))
+
+
 def _by_format(line: "Roofline") -> list[Row]:
-    kinds = {"MLP gate/up/down": line.scheme.mlp}
+    kinds = {kind: line.scheme.mlp for kind in ("experts", "MLP gate/up/down")}
     kinds |= dict.fromkeys(("GDN projections", "attention projections"), line.scheme.mixer)
     rows, small = [("group", "format", "reads", "GB")], 0
     for kind, fmt in kinds.items():
         groups = [group for group in line.target if group.kind == kind]
+        if not groups:
+            continue
         codes, scales, rest = _split(groups, fmt)
         small += rest
+        reads = _reads(groups[0], False, line.lanes * line.rows)
         coded = f"{fmt.name.upper()} codes" if scales else fmt.name.upper()
-        rows.append((f"{kind}, {groups[0].parts[0].count} layers", coded, "1", f"{codes / 1e9:.3f}"))
+        rows.append((f"{kind}, {groups[0].parts[0].count} layers", coded, reads, f"{codes / 1e9:.3f}"))
         if scales:
-            rows.append((f"{kind.split()[0]} block scales", f"E4M3 per {fmt.group}", "1", f"{scales / 1e9:.3f}"))
-    small += sum(group.nbytes for group in line.target if group.kind == "small")
+            rows.append((f"{kind.split()[0]} block scales", f"E4M3 per {fmt.group}", reads, f"{scales / 1e9:.3f}"))
+    small += sum(group.nbytes for group in line.target if group.kind in ("small", "router"))
     head = f"{line.scheme.head.name.upper()} + scales"
     rows += [
         ("small bf16 tensors (a, b projections, norms, conv)", "bf16", "1", f"{small / 1e9:.3f}"),
         ("vocabulary head", head, "2" if line.draft else "1", f"{line.head.nbytes / 1e9:.3f}"),
-        ("read on every pass", "", "", f"{line.target_bytes / 1e9:.3f}"),
+        ("read on every pass", "", "", f"{line.target_bytes() / 1e9:.3f}"),
     ]
     gathered = [group for group in line.target if not group.reads]
     name, fmt = "token embedding (one row gathered)", line.scheme.embedding.name

@@ -61,8 +61,11 @@ class DraftGeometry:
 def published_drafter(kind: str, target: HybridConfig) -> DraftGeometry:
     """The drafter that publishers train for a target of this size: five layers as wide as the target's, block 8.
 
-    RadixArk's DSpark has a block of 7, of which every row proposes. Raises ValueError for an unknown kind.
+    RadixArk's DSpark has a block of 7, of which every row proposes. Raises ValueError for an unknown kind, and for a
+    target that has experts only.
     """
+    if not target.intermediate_size:
+        raise ValueError("drafters for mixtures of experts have no common shape: pass --draft-model")
     if kind not in KINDS:
         raise ValueError(f"unknown kind of drafter {kind!r}: there are {', '.join(KINDS)} and none")
     own: dict[str, int] = {
@@ -92,7 +95,7 @@ def target_geometry(name: str) -> tuple[HybridConfig, dict[str, Any] | None]:
     """The geometry of a built-in name, a config.json, a checkpoint directory or a Hub id, and its config.json.
 
     The latter is None for a built-in name; of a Hub id it alone is downloaded. Raises ValueError, one line, for what is
-    no dense hybrid.
+    no hybrid.
     """
     if name.lower() in TARGETS:
         return TARGETS[name.lower()], None
@@ -101,8 +104,6 @@ def target_geometry(name: str) -> tuple[HybridConfig, dict[str, Any] | None]:
         geometry = HybridConfig.from_dict(config)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
-    if geometry.num_experts:
-        raise ValueError(f"{name}: which experts are read depends on the text, so its bytes don't follow from shapes")
     return geometry, config
 
 

@@ -66,7 +66,8 @@ class Claim:
 class Roofline:
     """One round of a target with a drafter or none, accounted from shapes and formats.
 
-    Every weight counts once per round for all rows, the head once more for the drafter, and gathered rows nothing.
+    Every weight counts once per round for all rows, the head once more for the drafter, gathered rows nothing, and of a
+    mixture's experts as many as the rows can choose: for these alone the bytes are no floor but the most.
     Activations, logits and the rows' own keys and values are left out: they are small, and a floor stays a floor.
 
     Args:
@@ -125,19 +126,19 @@ class Roofline:
         row = D + 4 if self.kv == INT8 else format_named(self.kv).nbytes((D,))
         return layers_of(self.config)[1] * 2 * self.config.num_key_value_heads * row
 
-    @property
-    def target_bytes(self) -> int:
-        """Weights that a pass over the target reads."""
-        return sum(group.read for group in self.target)
+    def target_bytes(self, drafting: bool = True) -> int:
+        """Weights that a pass over the target reads, with the proposal's rows or with one a lane."""
+        rows = self.lanes * (self.rows if drafting else 1)
+        return sum(group.read(rows) for group in self.target)
 
     @property
     def draft_bytes(self) -> int:
         """Weights that a proposal reads: the drafter's own, and the target's head."""
-        return sum(group.read for group in self.drafter) + self.head.nbytes if self.draft else 0
+        return sum(group.read() for group in self.drafter) + self.head.nbytes if self.draft else 0
 
     def round_bytes(self, context: int = 0, drafting: bool = True) -> int:
         """Bytes of a round of all lanes, each with `context` tokens in its KV cache."""
-        weights = self.target_bytes + (self.draft_bytes if drafting else 0)
+        weights = self.target_bytes(drafting) + (self.draft_bytes if drafting else 0)
         return weights + self.lanes * (self.state.moved + context * self.kv_token_bytes)
 
     def ceiling(self, bandwidth: float, tau: float = 1.0, context: int = 0, drafting: bool = True) -> float:
@@ -154,7 +155,7 @@ class Roofline:
         T = self.rows if drafting else 1
         slots = T - 1
         rows = {"verify": T, "block": self.draft.block_size if self.draft else 0, "slots": 1, "": 0}
-        total = sum(group.parameters * rows[group.rows] for group in self.target)
+        total = round(sum(group.parameters * group.share * rows[group.rows] for group in self.target))
         if self.draft and drafting:
             total += self.head.parameters * slots
             total += sum(group.parameters * max(group.reads, 1) * rows[group.rows] for group in self.drafter)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from specmlx.formats.sizes import FORMATS, Format, format_named
+from specmlx.formats.sizes import FORMATS, Format, affine, format_named
 from specmlx.receipts.geometry import DFLASH2, DSPARK, DraftGeometry, layers_of
 from specmlx.targets.config import HybridConfig
 
@@ -39,6 +39,7 @@ class Group:
     reads: how often a round reads them; 0 where single rows are gathered.
     rows: which rows they are multiplied with: the verify pass's ("verify"), the drafter's block ("block"), the drafted
         slots ("slots"), or none ("").
+    share: the part that one row chooses of a mixture's experts, 1 for all other tensors.
     """
 
     label: str
@@ -47,6 +48,7 @@ class Group:
     kind: str
     reads: int = 1
     rows: str = "verify"
+    share: float = 1.0
 
     @property
     def parameters(self) -> int:
@@ -56,10 +58,9 @@ class Group:
     def nbytes(self) -> int:
         return sum(part.nbytes * part.count for part in self.parts)
 
-    @property
-    def read(self) -> int:
-        """Bytes that a round reads."""
-        return self.nbytes * self.reads
+    def read(self, rows: int = 1) -> int:
+        """Bytes that a round reads; of a mixture's experts as many as so many rows can choose, at most."""
+        return round(self.nbytes * self.reads * min(1.0, rows * self.share))
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class Scheme:
     embedding: Format
     drafter: Format
     gated_norm: Format = BF16
+
+    @property
+    def router(self) -> Format:
+        """Of a mixture's router and shared gate, which are kept finer: mlx-lm leaves them 8 bits."""
+        return affine(8) if self.mlp.name.startswith("affine") else self.small
 
     @property
     def mixed(self) -> bool:
@@ -99,8 +105,8 @@ def scheme_named(name: str) -> Scheme:
 
 
 def target_groups(config: HybridConfig, scheme: Scheme, pad_rows: int = 1) -> list[Group]:
-    """A dense hybrid's tensors; `pad_rows`: a GDN layer's packed input rows are padded to a multiple of it."""
-    D, V, F = config.hidden_size, config.vocab_size, config.intermediate_size
+    """A hybrid's tensors; `pad_rows`: a GDN layer's packed input rows are padded to a multiple of it."""
+    D, V = config.hidden_size, config.vocab_size
     gdn, full = layers_of(config)
     Hv, Dk, Dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
     values = Hv * Dv
@@ -141,7 +147,7 @@ def target_groups(config: HybridConfig, scheme: Scheme, pad_rows: int = 1) -> li
             "attention projections",
         ),
         matrices("attention out-projection", [(D, heads)], scheme.mixer, full, "attention projections"),
-        matrices("SwiGLU gate, up, down", [(F, D), (F, D), (D, F)], scheme.mlp, gdn + full, "MLP gate/up/down"),
+        *_mlps(config, scheme, matrices),
         Group(
             "norms, conv taps, decays, time biases",
             "vectors",
@@ -151,6 +157,32 @@ def target_groups(config: HybridConfig, scheme: Scheme, pad_rows: int = 1) -> li
         ),
         *_ends(config, scheme, matrices, V, D),
     ]
+
+
+def _mlps(config: HybridConfig, scheme: Scheme, matrices: Callable[..., Group]) -> list[Group]:
+    D, E = config.hidden_size, config.num_experts
+    sparse = sum(map(config.has_experts, range(config.num_hidden_layers)))
+
+    def swiglu(label: str, F: int, count: int) -> Group:
+        return matrices(label, [(F, D), (F, D), (D, F)], scheme.mlp, count, "MLP gate/up/down")
+
+    dense = config.num_hidden_layers - sparse
+    found = [swiglu("SwiGLU gate, up, down", config.intermediate_size, dense)] if dense else []
+    if sparse:
+        F = config.moe_intermediate_size
+        experts = Part(tuple((shape, scheme.mlp) for shape in ((E, F, D), (E, F, D), (E, D, F))), sparse)
+        found += [
+            Group(
+                f"experts, {config.num_experts_per_tok} of {E} a row",
+                f"{E} × ({shapes_text([(F, D), (F, D), (D, F)])})",
+                (experts,),
+                "experts",
+                share=config.num_experts_per_tok / E,
+            ),
+            swiglu("shared expert gate, up, down", config.shared_expert_intermediate_size, sparse),
+            matrices("router and shared gate", [(E, D), (1, D)], scheme.router, sparse, "router"),
+        ]
+    return found
 
 
 def _ends(config: HybridConfig, scheme: Scheme, matrices: Callable[..., Group], V: int, D: int) -> list[Group]:
