@@ -202,7 +202,6 @@ def test_a_prompt_cache_serves_a_batch_and_is_filled_by_it(demo):
         (dict(logits_processors=[lambda tokens, logits: logits]), "of its own"),
         (dict(prompt_cache=[1]), "PromptCache"),
     ],
-    ids=str,
 )
 def test_what_a_batch_cannot_honour_is_refused_before_it_runs(options, says, tokenizer):
     model = tiny(0, **SMALL)
