@@ -347,6 +347,9 @@ def test_a_mixture_reads_what_its_rows_can_choose(tmp_path):
         ({}, "bf16"),
         ({"quantization_config": {"quant_method": "compressed-tensors"}}, None),
         ({"torch_dtype": "float8"}, None),
+        ({"quantization": {"group_size": 64}}, None),
+        ({"quantization": [4, 64]}, None),
+        ({"quantization_config": "fp8"}, None),
     ],
 )
 def test_a_config_tells_the_format_of_its_files_or_is_refused(settings, weights):
@@ -378,6 +381,7 @@ def test_a_drafters_own_config_gives_its_shape():
         (["--draft-model", "demo/x"], "no demo part named 'demo/x'"),
         (["--width", "8"], "8: this drafter proposes 0 to 7"),
         (["--claim", "74"], "--claim 74 needs its acceptance length"),
+        (["--claim", "nan@4"], "a speed is above 0 tok/s"),
         (["--claim", "fast"], "'fast' is no speed like 74"),
         (["--kv", "int4"], "'int4': it can be bf16, fp16, fp32, int8 or affine-BITS"),
         (["--kv", "affine-7"], "affine-7-64: bits are one of"),

@@ -47,8 +47,8 @@ class Claimed(click.ParamType):
             found = float(speed), float(tau) if tau else None
         except ValueError:
             self.fail(f"{value!r} is no speed like 74, or 74@4.8 with its τ.", param, ctx)
-        if found[0] <= 0:
-            self.fail(f"{value!r}: a speed is above 0.", param, ctx)
+        if not 0 < found[0] < float("inf"):
+            self.fail(f"{value!r}: a speed is above 0 tok/s.", param, ctx)
         return found
 
 

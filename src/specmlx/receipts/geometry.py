@@ -108,10 +108,14 @@ def target_geometry(name: str) -> tuple[HybridConfig, dict[str, Any] | None]:
 
 
 def stored_format(config: dict[str, Any]) -> str:
-    """The name of the format that a config.json says its weights are in."""
+    """The name of the format that a config.json says its weights are in. Raises ValueError where that is unclear."""
     if entry := config.get("quantization"):
-        return quantized(entry.get("mode", "affine"), entry["bits"], entry["group_size"]).name
+        try:
+            return quantized(entry.get("mode", "affine"), entry["bits"], entry["group_size"]).name
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(f"config.json's quantization is {str(entry)[:100]}: pass --weights") from None
     if other := config.get("quantization_config"):
+        other = other if isinstance(other, dict) else {}
         method, algorithm = other.get("quant_method"), str(other.get("quant_algo"))
         if method == "modelopt" and algorithm in ("NVFP4", "MIXED_PRECISION"):
             return "modelopt-nvfp4"
