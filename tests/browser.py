@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import select
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ _PLAYWRIGHT = (
     "chromium*/chrome-*/headless_shell",
     "chromium*/chrome-*/chrome-headless-shell",
 )
+_PATIENCE = 60
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage", "--mute-audio")
 
 
@@ -32,8 +34,8 @@ class Page:
     """One tab. `errors` are what scripts threw and what the page's policy refused."""
 
     def __init__(self, read: int, write: int):
-        self._answers = os.fdopen(read, "rb")
-        self._commands = os.fdopen(write, "wb")
+        self._answers, self._commands = read, write
+        self._buffer = b""
         self._count = 0
         self._session: str | None = None
         self.errors: list[str] = []
@@ -48,8 +50,7 @@ class Page:
         message = {"id": self._count, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
-        self._commands.write(json.dumps(message).encode() + b"\0")
-        self._commands.flush()
+        os.write(self._commands, json.dumps(message).encode() + b"\0")
         while (answer := self._next()).get("id") != self._count:
             pass
         if "error" in answer:
@@ -72,11 +73,13 @@ class Page:
             self.send("Input.dispatchKeyEvent", type=kind, key=key, code=key)
 
     def _next(self) -> dict[str, Any]:
-        raw = bytearray()
-        while (byte := self._answers.read(1)) != b"\0":
-            if not byte:
+        while b"\0" not in self._buffer:
+            if not select.select([self._answers], [], [], _PATIENCE)[0]:
+                raise RuntimeError(f"the browser has said nothing for {_PATIENCE} s")
+            if not (more := os.read(self._answers, 65536)):
                 raise RuntimeError("the browser ended")
-            raw += byte
+            self._buffer += more
+        raw, _, self._buffer = self._buffer.partition(b"\0")
         message = json.loads(raw)
         params = message.get("params", {})
         if message.get("method") == "Runtime.exceptionThrown":
@@ -109,6 +112,8 @@ def browser(profile: Path) -> Iterator[Page]:
     try:
         yield Page(answers[0], commands[1])
     finally:
+        os.close(answers[0])
+        os.close(commands[1])
         process.terminate()
         try:
             process.wait(timeout=20)

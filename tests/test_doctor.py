@@ -45,6 +45,7 @@ def outputs(tmp_path_factory):
     ]
 
 
+@pytest.mark.linux_bits
 def test_the_demo_pair_passes_here(outputs):
     _, (text, as_json) = outputs
     assert (text.returncode, text.stderr, as_json.returncode, as_json.stderr) == (0, "", 0, "")
