@@ -1,29 +1,31 @@
 """Targets, drafters and tokenizers from a path, a Hub id or the embedded demo."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.choosing import choose_drafter
 from specmlx.drafters import checkpoint as drafter_checkpoint
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import is_language_model
 from specmlx.drafters.mtp import MTP as MTPDrafter
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.ngram import NGram
-from specmlx.drafters.pairing import is_split_mtp
+from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.drafters.proposal import Drafter
 from specmlx.drafters.settings import DraftSettings
 from specmlx.drafters.small_lm import load_small_lm
 from specmlx.formats.checkpoint import read_config
-from specmlx.hub import download
+from specmlx.hub import download, download_config, is_id
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser
 from specmlx.kernels.linear import choose_kernels
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
-from specmlx.targets.checkpoint import load_target
+from specmlx.targets.checkpoint import check_target, load_target
 from specmlx.targets.hybrid import Model
 
 DEMO = "demo"
@@ -55,8 +57,9 @@ def load(
 
     Args:
         path_or_hf_repo: a directory, a Hub id, a .gguf file beside its tokenizer, or "demo" (the embedded pair).
-        draft_model: "auto" (what the target's config names, else its folder draft/, else none; nothing is downloaded
-            for it), None, a path or Hub id, or a drafter.
+        draft_model: "auto" (what the target's config names, else its folder draft/, else one in the local Hub cache
+            that was published for it or fits, else its own MTP head; nothing is downloaded), None, a path or Hub id,
+            or a drafter.
         draft_window: how many tokens before its proposal a block drafter looks at, at most; default: the windows of its
             config.json, and 4096 for layers without one.
         draft_quantize, draft_vocab, draft_vocab_file, draft_markov_top_k: see `drafters.settings.DraftSettings`.
@@ -71,6 +74,10 @@ def load(
 
     dtype = _dtype(dtype)
     settings = DraftSettings(draft_window, draft_quantize, draft_vocab, draft_vocab_file, draft_markov_top_k)
+    name = str(path_or_hf_repo)
+    # Told by the small file before the large ones are fetched.
+    if is_id(name) and not name.startswith(f"{DEMO}/") and (small := download_config(name, revision)) is not None:
+        check_target(small, name)
     path = resolve(path_or_hf_repo, revision=revision)
     model, config = load_target(
         path,
@@ -88,7 +95,7 @@ def load(
         tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
     except (OSError, ValueError) as error:
         raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
-    _attach(model, path, draft_model, dtype, settings)
+    _attach(model, name, path, draft_model, dtype, settings)
     _choose_kernels(model, consistent)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
@@ -132,11 +139,19 @@ def _load_drafter(
             raise ValueError("draft_model='mtp' needs a target that was loaded from files: this one was not")
         drafter = load_mtp(model.directory, model, dtype)
     else:
+        _check_before(str(path_or_hf_repo), model)
         path = resolve(path_or_hf_repo)
         directories.insert(0, path)
         drafter = _load_files(path, model, dtype)
     settings.apply(drafter, directories)
     return drafter
+
+
+def _check_before(name: str, model: Model | AnyLM) -> None:
+    """Raise ValueError where a drafter on the Hub can't serve the target, before its weights are downloaded."""
+    if is_id(name) and not name.startswith(f"{DEMO}/") and (config := download_config(name)) is not None:
+        if not is_language_model(config) and (reasons := check_pair(config, model.config)):
+            raise ValueError(f"the drafter {name} can't serve this target: {'; '.join(reasons)}")
 
 
 def _load_files(path: Path, model: Model | AnyLM, dtype: mx.Dtype) -> Drafter:
@@ -179,7 +194,7 @@ def _choose_kernels(model: Model | AnyLM, consistent: bool) -> None:
 
 
 def _attach(
-    model: Model | AnyLM, path: Path, draft_model: Any, dtype: mx.Dtype | None, settings: DraftSettings
+    model: Model | AnyLM, name: str, path: Path, draft_model: Any, dtype: mx.Dtype | None, settings: DraftSettings
 ) -> None:
     drafter, reason = None, None
     if draft_model is None:
@@ -189,21 +204,45 @@ def _attach(
         drafter = _load_drafter(draft_model, model, dtype, settings) if named else draft_model
         if not named and settings != DraftSettings():
             settings.apply(drafter, [path])
-    elif name := model.config.draft_model:
-        beside = path / name
-        try:
-            found = beside if beside.is_dir() else resolve(name, local_only=True)
-        except ValueError:
-            reason = f"the drafter that the config names, {name}, is not on this machine: pass draft_model={name!r}"
+    elif named := model.config.draft_model:
+        if (found := _named(path, named)) is None:
+            reason = f"the drafter that the config names, {named}, is not on this machine: pass draft_model={named!r}"
         else:
             drafter = _load_drafter(found, model, dtype, settings)
     elif (path / "draft").is_dir():
         drafter = _load_drafter(path / "draft", model, dtype, settings)
     else:
-        reason = f"no drafter: {path} names none and has no folder draft/"
+        drafter, reason = _chosen(model, name, path, dtype, settings)
     if drafter is None:
         settings.apply(None)
     model.attach(drafter, reason)
+
+
+def _named(path: Path, name: str) -> Path | None:
+    """The drafter that a target's config names: a folder below the target's, or a Hub id in the local cache."""
+    # A config is a stranger's: nothing outside of its directory is opened.
+    inside = ".." not in Path(name).parts and not Path(name).is_absolute()
+    if inside and (path / name).is_dir():
+        return path / name
+    try:
+        return resolve(name, local_only=True) if is_id(name) or name.split("/")[0] == DEMO else None
+    except ValueError:
+        return None
+
+
+def _chosen(
+    model: Model | AnyLM, name: str, path: Path, dtype: mx.Dtype | None, settings: DraftSettings
+) -> tuple[Drafter | None, str | None]:
+    choice = choose_drafter(name, path, model.config)
+    if choice.name is None:
+        return None, choice.reason
+    try:
+        drafter = _load_drafter(choice.name, model, dtype, settings)
+    except ValueError as error:
+        # Nobody asked for this one: the target runs without it.
+        return None, f"the drafter that was found, {choice.reason}, can't be used: {error}"
+    print(f"draft_model='auto' took {choice.reason}", file=sys.stderr)
+    return drafter, None
 
 
 def _dtype(dtype: mx.Dtype | str | None) -> mx.Dtype | None:

@@ -14,6 +14,7 @@ from specmlx import __version__
 _COMMANDS = (
     "generate",
     "chat",
+    "models",
     "inspect",
     "cache",
     "parity",

@@ -1,0 +1,97 @@
+"""`specmlx models`: known targets and their drafters, and what of both is on this machine."""
+
+import json
+from typing import Any
+
+import click
+
+from specmlx.cli.terminal import answers
+
+# Bits of a weight in mlx's 4-bit format with groups of 64.
+BITS = 4.5
+
+
+@click.command(short_help="List known targets and drafters.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def models(as_json: bool) -> None:
+    """Known targets with their published drafters, what is in the local Hub cache, and what fits this machine's memory.
+
+    τ is the acceptance length as its source states it: other tasks, widths and ways to count give other figures.
+    """
+    with answers() as out:
+        found = _found()
+    if as_json:
+        print(json.dumps(found), file=out)
+        return
+    print(f"{found['memory_gb']:.0f} GB for models on this machine", file=out)
+    for target in found["targets"]:
+        print(f"\n{target['ids'][0]}{_size(target)}{_here(target['cached'])}", file=out)
+        for drafter in target["drafters"]:
+            what = [drafter["kind"]]
+            if drafter["block"]:
+                what.append(f"block {drafter['block']}")
+            if drafter["taps"]:
+                what.append(f"taps {', '.join(map(str, drafter['taps']))}")
+            if drafter["tau"]:
+                what.append(f"τ {drafter['tau']} ({drafter['source']})")
+            print(f"  {drafter['id']:<42} {'; '.join(what)}{_here(drafter['cached'])}", file=out)
+    others = found["others_cached"]
+    if others:
+        print("\nalso in the local Hub cache:", file=out)
+    for other in others:
+        print(f"  {other['id']:<42} {other['what']}, {other['gb']:.1f} GB", file=out)
+
+
+def _found() -> dict[str, Any]:
+    import mlx.core as mx
+
+    from specmlx.catalog import KNOWN
+    from specmlx.hub import cached_repos
+    from specmlx.inspection import inspect_path
+    from specmlx.receipts.machine import this_machine
+
+    info = mx.device_info() if mx.default_device() == mx.gpu else {}
+    memory = info.get("max_recommended_working_set_size") or this_machine().memory or 0
+    cached = {repo.id.lower(): repo for repo in cached_repos()}
+    listed = set()
+
+    def here(name: str) -> bool:
+        listed.add(name.lower())
+        return name.lower() in cached
+
+    targets = []
+    for target in KNOWN:
+        needed = target.billions * BITS / 8 if target.billions else None
+        drafters = [
+            {**vars(drafter), "taps": list(drafter.taps), "cached": here(drafter.id)} for drafter in target.drafters
+        ]
+        targets.append(
+            {
+                "ids": list(target.ids),
+                "cached": [name for name in target.ids if here(name)],
+                "gb_in_4_bits": needed,
+                "fits": None if needed is None else needed * 1e9 <= memory,
+                "drafters": drafters,
+            }
+        )
+    others = []
+    for key, repo in cached.items():
+        if key in listed:
+            continue
+        try:
+            found = inspect_path(repo.path)
+        except (ValueError, OSError):
+            continue
+        others.append({"id": repo.id, "what": f"{found.what}, {found.kind}", "gb": found.bytes / 1e9})
+    return {"memory_gb": memory / 1e9, "targets": targets, "others_cached": others}
+
+
+def _size(target: dict[str, Any]) -> str:
+    if target["gb_in_4_bits"] is None:
+        return ""
+    fits = "fits" if target["fits"] else "does not fit"
+    return f" (about {target['gb_in_4_bits']:.1f} GB in 4 bits by its name: {fits})"
+
+
+def _here(cached: Any) -> str:
+    return " [in the cache]" if cached else ""
