@@ -1,4 +1,4 @@
-"""Which drafter `draft_model="auto"` takes where the target names none: of those on this machine, nothing is fetched."""
+"""Which drafter `draft_model="auto"` takes where the target names none: of those on this machine."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -31,8 +31,9 @@ class RemoteRepo:
     files: int
 
 
-def is_id(name: str) -> bool:
+def is_id(name: str | Path) -> bool:
     """Whether a name can be a Hub id like owner/name, and is no path on this machine."""
+    name = str(name)
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
 
 
