@@ -7,6 +7,8 @@ import mlx.core as mx
 
 
 class Fake:
+    rows, by_rows = (1, 4, 32), True
+
     def __init__(self, *variants: str, name: str = "fake", slow_stock: bool = False):
         self.one_order = variants
         self.name = name

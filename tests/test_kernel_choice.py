@@ -1,14 +1,17 @@
 """The choice of kernels: real races in real child processes, of operators that misbehave."""
 
 import json
+from dataclasses import replace
 
 import fake_operators
+import msl
 import pytest
 from click.testing import CliRunner
 
 from specmlx.cli import main
-from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
-from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
+from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table, child
+from specmlx.kernels.choice.operator import import_operator
+from specmlx.kernels.choice.operators import OPERATORS, QUANTIZED_MATMUL
 from specmlx.kernels.choice.race import race
 from specmlx.kernels.choice.table import entry_name
 
@@ -22,7 +25,7 @@ def file(tmp_path):
 
 def chooser(file, chip="Apple M99", **options):
     def quick_race(operator, key):
-        return race(operator, key, seconds=2.0, rows=(1, 4, 32))
+        return race(operator, key, seconds=2.0)
 
     return Chooser(table=Table.read(file, chip), race=options.pop("race", quick_race), available=True, **options)
 
@@ -132,6 +135,37 @@ def test_where_there_is_no_metal_device_mlx_serves():
         str(Chooser(table=Table.read(chip="none"), race=no_race, available=False).choose(fake_operators.quick, KEY))
         == STOCK
     )
+
+
+KEYS = {
+    "quantized_matmul": {"N": 40, "K": 320, "mode": "affine", "bits": 4, "group_size": 64, "dtype": "bfloat16"},
+    "gated_delta": {"Hk": 1, "Hv": 2, "Dk": 64, "Dv": 32, "dtype": "bfloat16"},
+    "attention": {"Hq": 6, "Hkv": 2, "D": 64, "dtype": "bfloat16"},
+    "draft_head": {"dtype": "bfloat16"},
+    "accept": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
+def test_every_kernel_passes_the_check_and_the_row_counts_can_be_timed(operator):
+    key = KEYS[operator.name]
+    variants = list(operator.variants(key))
+    simulated = replace(operator, factory=msl.Simulator().metal_kernel)
+    assert import_operator(operator.address) is operator
+    assert child.check(simulated, key, (1, 16), variants) == variants
+    for rows in operator.rows:
+        assert operator.run(STOCK, operator.inputs(key, rows, seed=0, exact=False)).size
+
+
+def test_a_wrong_kernel_does_not_pass_the_check():
+    def off_by_a_little(**made):
+        kernel = msl.Simulator(strict=False).metal_kernel(**made)
+        return lambda **call: [x + 1 for x in kernel(**call)]
+
+    for operator in OPERATORS:
+        key = KEYS[operator.name]
+        wrong = replace(operator, factory=off_by_a_little)
+        assert child.check(wrong, key, (4,), list(operator.variants(key))) == []
 
 
 def kernels(*args):

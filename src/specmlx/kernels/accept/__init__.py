@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from specmlx.kernels.accept import metal, reference
 from specmlx.kernels.accept.reference import match
-from specmlx.kernels.backend import metal_factory
+from specmlx.kernels.choice.serving import kernel_factory
 
 __all__ = ["match", "match_best", "rejection"]
 
@@ -19,8 +19,7 @@ def match_best(
     A row's best token is the argmax of scores `[B, γ + 1, V]`, plus noise of that shape in float32. factory: makes the
     kernels, by default Metal's where there is one; else the operator runs as mlx's operations.
     """
-    factory = factory or metal_factory()
-    if factory is not None and metal.supports(scores):
+    if metal.supports(scores) and (factory := factory or kernel_factory("accept", dtype=scores.dtype)):
         return metal.match(tokens, scores, noise, factory)
     return match(tokens, mx.argmax(scores if noise is None else scores + noise, axis=-1))
 
@@ -34,7 +33,6 @@ def rejection(
     factory: Callable | None = None,
 ) -> tuple[mx.array, mx.array]:
     """As `reference.rejection`, by the kernels of `factory` (see `match_best`)."""
-    factory = factory or metal_factory()
-    if factory is not None and metal.supports(p):
+    if metal.supports(p) and (factory := factory or kernel_factory("accept", dtype=p.dtype)):
         return metal.rejection(tokens, q, p, u, residual_noise, factory)
     return reference.rejection(tokens, q, p, u, residual_noise)

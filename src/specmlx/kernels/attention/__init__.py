@@ -6,14 +6,14 @@ import mlx.core as mx
 
 from specmlx.kernels.attention import metal, reference
 from specmlx.kernels.attention.reference import Stored
-from specmlx.kernels.backend import metal_factory
+from specmlx.kernels.choice.serving import kernel_factory
 
 __all__ = ["Stored", "attention", "runs"]
 
 
 def runs(q: mx.array, keys: Stored, values: Stored) -> bool:
     """Whether there is Metal, with a kernel for these rows and this buffer."""
-    return metal_factory() is not None and metal.supports(q, keys, values)
+    return metal.supports(q, keys, values) and _factory(q, keys) is not None
 
 
 def attention(
@@ -36,8 +36,7 @@ def attention(
     factory: makes the kernels, by default Metal's where there is one; else, and for more than 17 rows, stock mlx runs,
     or the reference where keys are quantized.
     """
-    factory = factory or metal_factory()
-    if factory is not None and metal.supports(q, keys, values):
+    if metal.supports(q, keys, values) and (factory := factory or _factory(q, keys)):
         start = mx.full((q.shape[0],), start, dtype=mx.int32) if isinstance(start, int) else start
         return metal.attention(q, keys, values, start, length, scale, window, first, factory=factory)
     keys, values = keys.first(length), values.first(length)
@@ -45,3 +44,7 @@ def attention(
         start = mx.array(start, dtype=mx.int32).reshape(-1)
         return reference.attention(q, keys, values, start, scale, window, first).astype(q.dtype)
     return mx.fast.scaled_dot_product_attention(q, keys.data, values.data, scale=scale, mask=mask)
+
+
+def _factory(q: mx.array, keys: Stored) -> Callable | None:
+    return kernel_factory("attention", Hq=q.shape[1], Hkv=keys.data.shape[1], D=q.shape[-1], dtype=q.dtype)

@@ -6,21 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specmlx.kernels.backend import OFF, on_metal
-from specmlx.kernels.choice.operator import ROWS, STOCK, Key, Operator, Outcome
+from specmlx.kernels.choice.operator import STOCK, Key, Operator, Outcome
 from specmlx.kernels.choice.race import race
 from specmlx.kernels.choice.table import Table, entry_name
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The variant that serves a shape, by the number of rows up to the last of ROWS; stock mlx beyond."""
+    """The variant that serves a shape, by the number of rows; stock mlx beyond the last of `by_rows`."""
 
     operator: str
     by_rows: tuple[str, ...]  # for 1, 2, ... rows
 
     @classmethod
-    def same(cls, operator: str, variant: str) -> "Choice":
-        return cls(operator, (variant,) * ROWS[-1])
+    def same(cls, operator: Operator, variant: str) -> "Choice":
+        return cls(operator.name, (variant,) * operator.rows[-1])
 
     def variant(self, rows: int) -> str:
         return self.by_rows[rows - 1] if rows <= len(self.by_rows) else STOCK
@@ -83,7 +83,7 @@ class Chooser:
         if reason := self.off(operator):
             if self.consistent and self._available:
                 raise ValueError(f"consistent needs the kernels of {operator.name}, which are off: {reason}")
-            return Choice.same(operator.name, STOCK)
+            return Choice.same(operator, STOCK)
         if name not in self.table.entries:
             outcome = self.table.entries[name] = self._race(operator, key)
             for variant, why in outcome.dropped.items():
@@ -94,8 +94,10 @@ class Chooser:
             variant = outcome.for_every_row_count(operator.one_order)
             if variant == STOCK:
                 warnings.warn(f"consistent does not hold for {name}: no kernel serves every row count", stacklevel=4)
-            return Choice.same(operator.name, variant)
-        return Choice(operator.name, tuple(outcome.fastest(n) for n in range(1, ROWS[-1] + 1)))
+            return Choice.same(operator, variant)
+        if not operator.by_rows:
+            return Choice.same(operator, outcome.for_every_row_count((*operator.one_order, STOCK)))
+        return Choice(operator.name, tuple(outcome.fastest(n) for n in range(1, operator.rows[-1] + 1)))
 
     def race_again(self, operator: Operator, key: Key) -> Choice:
         """Forget what is known of a shape and race it."""

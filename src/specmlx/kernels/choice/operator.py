@@ -8,9 +8,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 STOCK = "stock"
-# Row counts of decoding: one row, the passes of narrow and full blocks, two lanes of them.
-ROWS = (1, 2, 3, 4, 5, 8, 16, 32)
-
 Key = Mapping[str, Any]  # shape, format and dtype, as JSON can hold them
 
 
@@ -18,12 +15,15 @@ class Operator(Protocol):
     """An operator with kernels of ours.
 
     name: as `specmlx kernels` shows it. address: "module:attribute", from where the child process imports it.
-    one_order: the variants that give a row the same bits whatever the number of rows.
+    one_order: the variants that give a row the same bits whatever the number of rows. rows: the row counts to race.
+    by_rows: whether row counts may be served by different variants.
     """
 
     name: str
     address: str
     one_order: tuple[str, ...]
+    rows: tuple[int, ...]
+    by_rows: bool
 
     def variants(self, key: Key) -> tuple[str, ...]:
         """Our kernels that take it."""
@@ -66,6 +66,6 @@ class Outcome:
         return min(times, key=times.__getitem__, default=STOCK)
 
     def for_every_row_count(self, variants: tuple[str, ...]) -> str:
-        """The fastest over all row counts together of the variants that ran in each; stock if none did."""
+        """The fastest over all row counts together of those variants that ran in each; stock if none did."""
         ran = [v for v in variants if self.seconds and all(v in times for times in self.seconds.values())]
         return min(ran, key=lambda v: sum(times[v] for times in self.seconds.values()), default=STOCK)

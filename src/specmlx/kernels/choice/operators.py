@@ -1,11 +1,13 @@
 """The operators whose kernels are raced."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from specmlx.kernels.choice.operator import STOCK, Key
+from specmlx.kernels.choice.decoding import ACCEPT, ATTENTION, DRAFT_HEAD, GATED_DELTA
+from specmlx.kernels.choice.operator import STOCK, Key, Operator
 from specmlx.kernels.quantized_matmul import quantized_matmul, reference
 
 
@@ -26,6 +28,10 @@ class QuantizedMatmul:
     name: str = "quantized_matmul"
     address: str = f"{__name__}:QUANTIZED_MATMUL"
     one_order: tuple[str, ...] = ("A", "AX", "B", "V")
+    # One row, the passes of narrow and full blocks, two lanes of them.
+    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16, 32)
+    by_rows: bool = True
+    factory: Callable = mx.fast.metal_kernel
 
     def variants(self, key: Key) -> tuple[str, ...]:
         return tuple(v for v in self.one_order if v != "B" or self._has_groups_outside(key))
@@ -64,7 +70,7 @@ class QuantizedMatmul:
         x, w, scales, biases, format = inputs
         if variant == STOCK:
             return mx.quantized_matmul(x, w, scales, biases, transpose=True, **format)
-        return quantized_matmul(x, w, scales, biases, **format, variant=variant)
+        return quantized_matmul(x, w, scales, biases, **format, variant=variant, kernel=self.factory)
 
     def reference(self, inputs: Packed) -> mx.array:
         x, w, scales, biases, format = inputs
@@ -72,4 +78,4 @@ class QuantizedMatmul:
 
 
 QUANTIZED_MATMUL = QuantizedMatmul()
-OPERATORS = (QUANTIZED_MATMUL,)
+OPERATORS: tuple[Operator, ...] = (QUANTIZED_MATMUL, GATED_DELTA, ATTENTION, DRAFT_HEAD, ACCEPT)

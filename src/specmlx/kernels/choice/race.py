@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from specmlx.kernels.choice.operator import ROWS, STOCK, Key, Operator, Outcome
+from specmlx.kernels.choice.operator import STOCK, Key, Operator, Outcome
 
 # From one step to the next; the first compiles a kernel.
 SECONDS = 30.0
@@ -17,11 +17,13 @@ SECONDS = 30.0
 START_SECONDS = 60.0
 
 
-def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int, ...] = ROWS) -> Outcome:
+def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int, ...] | None = None) -> Outcome:
     """Check the variants against the reference, then time them and stock mlx; drop what fails, is wrong or hangs.
 
-    seconds: how long a step of a variant may take. After a hang or a crash the others are raced again without it.
+    seconds: how long a step of a variant may take. rows: instead of the operator's own row counts. After a hang or a
+    crash the others are raced again without it.
     """
+    rows = operator.rows if rows is None else rows
     outcome, variants = Outcome(), operator.variants(key)
     while left := [v for v in variants if v not in outcome.dropped]:
         outcome.seconds.clear()

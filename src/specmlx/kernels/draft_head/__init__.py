@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from specmlx.kernels.backend import metal_factory
+from specmlx.kernels.choice.serving import kernel_factory
 from specmlx.kernels.draft_head import metal, reference
 from specmlx.kernels.draft_head.reference import best_path
 
@@ -16,8 +16,7 @@ def top_k(logits: mx.array, k: int, factory: Callable | None = None) -> tuple[mx
 
     factory: makes the kernels, here and below; by default Metal's where there is one, else mlx's operations run.
     """
-    factory = factory or metal_factory()
-    if factory is not None and metal.supports_top_k(logits, k):
+    if metal.supports_top_k(logits, k) and (factory := factory or kernel_factory("draft_head", dtype=logits.dtype)):
         return metal.top_k(logits, k, factory)
     ids = mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k].astype(mx.int32)
     return mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32), ids
@@ -34,8 +33,9 @@ def chain(
     factory: Callable | None = None,
 ) -> tuple[mx.array, mx.array | None]:
     """As `reference.chain`; the biased logits only if they are to be kept."""
-    factory = factory or metal_factory()
-    if factory is not None and metal.supports_chain(logits, w1, w2):
+    if metal.supports_chain(logits, w1, w2) and (
+        factory := factory or kernel_factory("draft_head", dtype=logits.dtype)
+    ):
         return metal.chain(logits, w1, w2, anchor, noise, scale, keep_logits, factory)
     tokens, biased = reference.chain(logits, w1, w2, anchor, noise, scale)
     return tokens, biased if keep_logits else None
@@ -53,8 +53,7 @@ def walk(
     factory: Callable | None = None,
 ) -> tuple[mx.array, mx.array]:
     """As `reference.walk`."""
-    factory = factory or metal_factory()
-    if factory is not None and metal.supports_candidates(ids):
+    if metal.supports_candidates(ids) and (factory := factory or kernel_factory("draft_head", dtype=before.dtype)):
         return metal.walk(unary, ids, before, after, anchor, z, noise, scale, factory)
     return reference.walk(unary, ids, before, after, anchor, z, noise, scale)
 
@@ -69,7 +68,6 @@ def path(
     factory: Callable | None = None,
 ) -> mx.array:
     """As `reference.path`."""
-    factory = factory or metal_factory()
-    if factory is not None and metal.supports_candidates(ids):
+    if metal.supports_candidates(ids) and (factory := factory or kernel_factory("draft_head", dtype=before.dtype)):
         return metal.path(unary, ids, before, after, anchor, z, factory)
     return reference.path(unary, ids, before, after, anchor, z)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from specmlx.kernels.backend import metal_factory
+from specmlx.kernels.choice.serving import kernel_factory
 from specmlx.kernels.gated_delta import metal, reference
 from specmlx.kernels.gated_delta.chunk import GRID, delta_rule
 from specmlx.kernels.gated_delta.reference import Tape, steps
@@ -28,23 +28,29 @@ def advance(
     Shapes are those of `reference.steps`; `count` is an int, or int32 `[B]` on the device. `factory` makes the kernels:
     by default Metal's where there is one, else the operator runs as mlx's operations.
     """
-    factory = factory or metal_factory()
-    B, _, Dv, Dk = S.shape
-    if factory is None or not metal.supports(Dk, Dv):
+    factory = factory or _factory(S, k)
+    if factory is None or not metal.supports(S.shape[3], S.shape[2]):
         base = S if tape is None else reference.fold(S, tape, count)
         y, _, new = reference.steps(base, q, k, v, g, beta)
         return base, y, new
     if tape is None:
         tape, count = Tape(k[:, :1], mx.zeros(v[:, :1].shape), mx.zeros(g[:, :1].shape)), 0
-    return metal.advance(S, tape, _per_lane(count, B), q, k, v, g, beta, factory)
+    return metal.advance(S, tape, _per_lane(count, S.shape[0]), q, k, v, g, beta, factory)
 
 
 def fold(S: mx.array, tape: Tape, count: int | mx.array, factory: Callable | None = None) -> mx.array:
     """S with the first `count` rows of the tape in it, with the bits that `advance` gives it."""
-    factory = factory or metal_factory()
+    factory = factory or _factory(S, tape.k)
     if factory is None or not metal.supports(S.shape[3], S.shape[2]):
         return reference.fold(S, tape, count)
     return metal.fold(S, tape, _per_lane(count, S.shape[0]), factory)
+
+
+def _factory(S: mx.array, k: mx.array) -> Callable | None:
+    _, Hv, Dv, Dk = S.shape
+    if not metal.supports(Dk, Dv):
+        return None
+    return kernel_factory("gated_delta", Hk=k.shape[2], Hv=Hv, Dk=Dk, Dv=Dv, dtype=k.dtype)
 
 
 def _per_lane(count: int | mx.array, B: int) -> mx.array:

@@ -1,0 +1,174 @@
+"""The operators beside the products: each has one kernel, which serves all row counts or none."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import mlx.core as mx
+
+from specmlx.kernels.accept import metal as accept_metal
+from specmlx.kernels.accept import reference as accept_reference
+from specmlx.kernels.attention import metal as attention_metal
+from specmlx.kernels.attention import reference as attention_reference
+from specmlx.kernels.choice.operator import Key
+from specmlx.kernels.draft_head import metal as head_metal
+from specmlx.kernels.draft_head import reference as head_reference
+from specmlx.kernels.gated_delta import metal as delta_metal
+from specmlx.kernels.gated_delta import reference as delta_reference
+from specmlx.kernels.gated_delta.reference import Tape
+
+METAL = "metal"
+
+
+def normal(seed: int, *shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def joined(arrays: Any) -> mx.array:
+    """All values of several results, in float32."""
+    return mx.concatenate([x.reshape(-1).astype(mx.float32) for x in arrays])
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What these operators share. Keys name the dtype; shapes only where the kernel depends on them."""
+
+    factory: Callable = mx.fast.metal_kernel
+
+    name: ClassVar[str]
+    one_order: ClassVar[tuple[str, ...]] = (METAL,)
+    rows: ClassVar[tuple[int, ...]] = (1, 8, 16)
+    by_rows: ClassVar[bool] = False
+
+    @property
+    def address(self) -> str:
+        return f"{__name__}:{self.name.upper()}"
+
+    def variants(self, key: Key) -> tuple[str, ...]:
+        return (METAL,)
+
+    def small(self, key: Key) -> Key:
+        return key
+
+    def nbytes(self, key: Key) -> int:
+        return 2**24
+
+    def tolerance(self, key: Key) -> float:
+        return {"bfloat16": 2**-7, "float16": 2**-10}.get(key["dtype"], 1e-5)
+
+    def reference(self, inputs: Any) -> mx.array:
+        return self.run("reference", inputs)
+
+
+class GatedDelta(Decoding):
+    """Fold of two tape rows and a pass of rows. Keys: Hk, Hv, Dk, Dv, dtype."""
+
+    name = "gated_delta"
+
+    def nbytes(self, key: Key) -> int:
+        return 4 * key["Hv"] * key["Dv"] * key["Dk"]
+
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
+        Hk, Hv, Dk, Dv, dtype = (key[name] for name in ("Hk", "Hv", "Dk", "Dv", "dtype"))
+
+        def keys(seed: int) -> mx.array:
+            x = normal(seed, 1, rows, Hk, Dk)
+            return (x / mx.linalg.norm(x, axis=-1, keepdims=True)).astype(getattr(mx, dtype))
+
+        S, g = normal(seed + 4, 1, Hv, Dv, Dk), mx.sigmoid(3 + normal(seed + 5, 1, rows, Hv))
+        v = normal(seed + 6, 1, rows, Hv, Dv).astype(getattr(mx, dtype))
+        beta = mx.sigmoid(normal(seed + 7, 1, rows, Hv)).astype(v.dtype)
+        tape = Tape(keys(seed), normal(seed + 1, 1, rows, Hv, Dv), g)
+        return S, tape, mx.array([min(2, rows)], dtype=mx.int32), keys(seed + 2), keys(seed + 3), v, g, beta
+
+    def run(self, variant: str, inputs: tuple) -> mx.array:
+        S, tape, count, *rows = inputs
+        if variant == METAL:
+            S, y, new = delta_metal.advance(S, tape, count, *rows, factory=self.factory)
+        else:
+            S = delta_reference.fold(S, tape, count)
+            y, _, new = delta_reference.steps(S, *rows)
+        return joined([S, y, new.delta])
+
+
+class Attention(Decoding):
+    """Rows over a buffer of keys and values. Keys: Hq, Hkv, D, dtype."""
+
+    name = "attention"
+
+    def nbytes(self, key: Key) -> int:
+        return 4 * key["Hkv"] * 2048 * key["D"]
+
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
+        Hq, Hkv, D = key["Hq"], key["Hkv"], key["D"]
+        length = 333 if exact else 2048
+        q, k, v = normal(seed, 1, Hq, rows, D), normal(seed + 1, 1, Hkv, length, D), normal(seed + 2, 1, Hkv, length, D)
+        return tuple(x.astype(getattr(mx, key["dtype"])) for x in (q, k, v))
+
+    def run(self, variant: str, inputs: tuple) -> mx.array:
+        q, *stored = inputs
+        keys, values = (attention_reference.Stored(x) for x in stored)
+        length, T, scale = keys.data.shape[2], q.shape[2], q.shape[-1] ** -0.5
+        start = mx.array([length - T], dtype=mx.int32)
+        if variant == METAL:
+            return attention_metal.attention(q, keys, values, start, length, scale, factory=self.factory)
+        if variant == "reference":
+            return attention_reference.attention(q, keys, values, start, scale)
+        mask = "causal" if T > 1 else None
+        return mx.fast.scaled_dot_product_attention(q, keys.data, values.data, scale=scale, mask=mask)
+
+
+class DraftHead(Decoding):
+    """Top candidates, walk, best path and Markov chain of 3 slots. Keys: dtype."""
+
+    name = "draft_head"
+
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
+        V, R = (1000, 64) if exact else (32768, 64)
+        logits = (3 * normal(seed, 1, 3, V)).astype(getattr(mx, key["dtype"]))
+        w1, w2 = (normal(seed + i, V, R).astype(logits.dtype) for i in (1, 2))
+        return logits, w1, w2, mx.array([7], dtype=mx.int32)
+
+    def run(self, variant: str, inputs: tuple) -> mx.array:
+        logits, w1, w2, anchor = inputs
+        if variant == METAL:
+            head, made = head_metal, {"factory": self.factory}
+        else:
+            head, made = head_reference, {}
+        values, ids = head.top_k(logits, 4, **made)
+        order = mx.argsort(-values, axis=-1)
+        values, ids = (mx.take_along_axis(x, order, axis=-1) for x in (values, ids))
+        # The candidates of the readable form: of equal values other ids are as right.
+        _, ids = head_reference.top_k(logits, 4)
+        tokens, _ = head.chain(logits, w1, w2, anchor, **made)
+        walked, _ = head.walk(values, ids, w1, w2, anchor, **made)
+        return joined([values, tokens, walked, head.path(values, ids, w1, w2, anchor, **made)])
+
+
+class Accept(Decoding):
+    """Match of the best tokens and rejection sampling. Keys: dtype."""
+
+    name = "accept"
+
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
+        V = 1000 if exact else 32768
+        scores = (4 * normal(seed, 1, rows, V)).astype(getattr(mx, key["dtype"]))
+        p, q = mx.softmax(scores.astype(mx.float32), axis=-1), mx.softmax(4 * normal(seed + 1, 1, rows, V), axis=-1)
+        # Half of the proposal is the target's own choice.
+        best = mx.argmax(scores, axis=-1)[:, :-1].astype(mx.int32)
+        tokens = mx.where(mx.arange(rows - 1) < (rows - 1) // 2, best, 5)
+        u = mx.random.uniform(shape=(1, rows - 1), key=mx.random.key(seed + 2))
+        return tokens, scores, p, q[:, :-1], u, mx.random.gumbel((1, V), key=mx.random.key(seed + 3))
+
+    def run(self, variant: str, inputs: tuple) -> mx.array:
+        tokens, scores, p, q, u, noise = inputs
+        if variant == METAL:
+            matched = accept_metal.match(tokens, scores, factory=self.factory)
+            kept = accept_metal.rejection(tokens, q, p, u, noise, factory=self.factory)
+        else:
+            matched = accept_reference.match(tokens, mx.argmax(scores, axis=-1))
+            kept = accept_reference.rejection(tokens, q, p, u, noise)
+        return joined([*matched, *kept])
+
+
+GATED_DELTA, ATTENTION, DRAFT_HEAD, ACCEPT = GatedDelta(), Attention(), DraftHead(), Accept()
