@@ -16,6 +16,7 @@ from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.checkpoint import build, load_drafter
 from specmlx.drafters.config import DFLASH2, DrafterConfig
 from specmlx.drafters.mtp import MTP, MTPHead
+from specmlx.drafters.settings import FREQUENCIES
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
@@ -240,8 +241,18 @@ def save_float16(model, config: dict, directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def token_frequencies(tokenizer: Path, batches: int = 200) -> list[int]:
+    """All ids of a tokenizer, the most frequent in training answers first: what `--draft-vocab` takes."""
+    counts = np.zeros(VOCABULARY, np.int64)
+    chats = PackedChats(tokenizer, SEED, BATCH, LENGTH)
+    for step in range(batches):
+        tokens, weights = chats.batch(step)
+        counts += np.bincount(tokens[:, 1:][weights == 1], minlength=VOCABULARY)
+    return np.argsort(-counts, kind="stable").tolist()
+
+
 @click.command()
-@click.argument("what", type=click.Choice(["tokenizer", "target", *DRAFTER_CONFIGS, "mtp", "all"]))
+@click.argument("what", type=click.Choice(["tokenizer", "frequencies", "target", *DRAFTER_CONFIGS, "mtp", "all"]))
 @click.option("--work", type=click.Path(path_type=Path), required=True, help="Where checkpoints and logs go.")
 @click.option("--steps", type=int, default=None, help="Other than the steps that the embedded pair took.")
 @click.option("--out", type=click.Path(path_type=Path), default=HERE, help="Where the pair goes: target/, dflash/, …")
@@ -249,6 +260,8 @@ def main(what: str, work: Path, steps: int | None, out: Path) -> None:
     """Train the embedded demo pair from nothing, or go on where an interrupted run stopped."""
     if what in ("tokenizer", "all"):
         train_tokenizer(tokenizer_texts(), VOCABULARY, out / "target")
+    if what in ("frequencies", "all"):
+        (out / "target" / FREQUENCIES).write_text(json.dumps(token_frequencies(out / "target")) + "\n")
     if what in ("target", "all"):
         target = train_target(out / "target", work, steps or TARGET_STEPS)
         save_float16(target, TARGET_CONFIG, out / "target")

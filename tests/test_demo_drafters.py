@@ -1,0 +1,64 @@
+"""The trained drafters of the demo: text as without them, acceptance, and what quantized projections draft."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import specmlx.demo
+from specmlx.demo.drafting import DRAFTERS, measure, run, same_slots
+from specmlx.demo.make import DRAFTER_CONFIGS, MTP_CONFIG, VOCABULARY
+from specmlx.demo.tasks import held_out_examples
+from specmlx.loading import load, load_drafter
+
+HERE = Path(specmlx.demo.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def demo():
+    target, tokenizer = load("demo", draft_model=None)
+    return target, tokenizer
+
+
+def prompts(tokenizer, per_kind: int = 1) -> list[list[int]]:
+    return [
+        tokenizer.apply_chat_template([{"role": "user", "content": example.question}], add_generation_prompt=True)
+        for example in held_out_examples(per_kind)
+    ]
+
+
+@pytest.mark.parametrize(("name", "least"), [("demo/dflash2", 6.0), ("demo/mtp", 3.5), ("ngram", 1.05)])
+def test_text_is_the_plain_text_and_most_of_it_is_drafted(name, least, demo):
+    target, tokenizer = demo
+    asked, drafter = prompts(tokenizer)[::3], load_drafter(name, target)
+    for mode in ("greedy", "seeded"):
+        drafted = run(target, tokenizer, asked, drafter, mode)
+        assert drafted.texts == run(target, tokenizer, asked, None, mode).texts
+        assert drafted.tau >= least, mode
+
+
+@pytest.mark.parametrize("name", ["demo/dflash", "demo/dflash2", "demo/dspark", "demo/mtp"])
+def test_projections_in_8_bits_propose_the_same_tokens_in_95_percent_of_200_blocks_slots(name, demo):
+    target, tokenizer = demo
+    answers = [tokenizer.encode(example.answer, add_special_tokens=False) for example in held_out_examples(3)]
+    whole, cheap = (load_drafter(name, target, draft_quantize=bits) for bits in ("none", "8"))
+    assert 0.95 <= same_slots(target, whole, cheap, prompts(tokenizer, 3), answers) <= 1
+
+
+def test_a_shortlist_of_the_demos_frequent_tokens_drafts_the_same_text(demo):
+    target, tokenizer = demo
+    ids = json.loads((HERE / "target" / "token_frequencies.json").read_text())
+    assert sorted(ids) == list(range(VOCABULARY))
+    report = measure(target, tokenizer, prompts(tokenizer)[:1], ("ngram",), "demo/dspark")
+    assert all(f["identical"] for f in [*report["drafters"].values(), *report["settings"]])
+
+
+def test_the_embedded_drafters_are_those_that_the_code_trains_and_fit_in_the_wheel():
+    stored = {name: json.loads((HERE / name / "config.json").read_text()) for name in (*DRAFTER_CONFIGS, "mtp")}
+    assert stored == {**DRAFTER_CONFIGS, "mtp": MTP_CONFIG}
+    assert set(DRAFTERS) == {f"demo/{name}" for name in stored} | {"ngram"}
+    weights = list(HERE.glob("*/model.safetensors"))
+    assert len(weights) == 5
+    assert sum(file.stat().st_size for file in weights) <= 8e6
+    assert all(w.dtype == mx.float16 for file in weights for w in mx.load(str(file)).values())
