@@ -16,6 +16,7 @@ _COMMANDS = (
     "chat",
     "models",
     "inspect",
+    "convert",
     "cache",
     "parity",
     "roofline",

@@ -124,6 +124,9 @@ def load_gguf(files: list[Path]) -> tuple[Model, dict[str, Any]]:
     except ValueError as error:
         raise ValueError(f"can't load the weights of {files[0]}: {' '.join(str(error).split())[:400]}") from None
     model.set_dtype(mx.float32)
+    if any(name.endswith(".scales") for name in weights):
+        # mlx_lm tells the bits of each layer by its shapes.
+        config["quantization"] = {"group_size": GROUP, "bits": 4, "mode": "affine"}
     return model, config
 
 

@@ -1,0 +1,31 @@
+"""`specmlx convert`: a target and its drafter as one directory."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from specmlx.cli.terminal import answers
+
+
+@click.command(short_help="Write a target and its drafter to one directory.")
+@click.option("--model", required=True, metavar="PATH_OR_ID", help="Target: a directory, a Hub id or a .gguf file.")
+@click.option("--draft-model", metavar="PATH_OR_ID", help="Its drafter, for the folder draft/.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="A new directory.")
+@click.option("--quantize", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Bits of the target's matrices.")
+@click.option("--group-size", type=click.Choice(["32", "64", "128"]), default="64", show_default=True)
+def convert(model: str, draft_model: str | None, out: Path, quantize: str | None, group_size: str) -> None:
+    """Write a target to a new directory that mlx_lm loads too, with its drafter in the folder draft/ for specmlx.
+
+    The directory appears when all of it is written: a run that is killed leaves none.
+    """
+    from specmlx.conversion import convert as write
+
+    with answers() as stdout, click.progressbar(length=1, label="writing", file=sys.stderr) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.length = total
+            bar.update(done - bar.pos)
+
+        path = write(model, out, draft_model, int(quantize) if quantize else None, int(group_size), progress)
+    click.echo(path, file=stdout)

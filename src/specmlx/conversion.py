@@ -1,0 +1,247 @@
+"""A target and its drafter as one directory, which mlx_lm loads too."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from specmlx.drafters.checkpoint import load_drafter
+from specmlx.drafters.config import DFLASH, DFLASH2, FULL, SLIDING, DrafterConfig, is_language_model
+from specmlx.drafters.pairing import check_pair, is_split_mtp
+from specmlx.formats.checkpoint import read_config, safetensors, weight_files
+from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
+from specmlx.loading import MTP, NGRAM, resolve
+from specmlx.targets.any_lm import AnyLM
+from specmlx.targets.checkpoint import load_target
+from specmlx.targets.config import LINEAR, QWEN3_NEXT
+from specmlx.targets.hybrid import Model
+
+SHARD = 5 << 30
+BITS = (2, 3, 4, 5, 6, 8)
+TOKENIZER = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "*.tiktoken",
+)
+OTHERS = ("generation_config.json", "chat_template.json", "LICENSE*")
+Progress = Callable[[int, int], None]
+
+
+def convert(
+    model: str,
+    out: str | Path,
+    draft_model: str | None = None,
+    bits: int | None = None,
+    group_size: int = 64,
+    progress: Progress | None = None,
+) -> Path:
+    """Write a target to a new directory in mlx's layout, with its drafter in draft/.
+
+    Args:
+        model, draft_model: directories, Hub ids, a .gguf file, or of the demo.
+        bits: quantizes the target's matrices in groups of `group_size`, routers of experts to 8 bits as mlx_lm does.
+        progress: gets (bytes written, bytes in all).
+
+    The directory appears at once, when all of it is written and synced: a run that is killed leaves none. Raises
+    ValueError in one line, with nothing written, for a directory that exists, a pair that does not fit, and a target in
+    a format that mlx_lm has not.
+    """
+    out = Path(out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not an empty directory: name a new one")
+    if bits is not None and bits not in BITS:
+        raise ValueError(f"can't quantize to {bits} bits: mlx has {', '.join(map(str, BITS))}")
+    source = resolve(model)
+    target, config = load_target(source, lazy=True)
+    drafter = _drafter(draft_model, target)
+    config = _config(target, config)
+    module = target.lm if isinstance(target, AnyLM) else target
+    if bits is not None:
+        config = _quantized(module, config, bits, group_size)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        _write_weights(partial, module, config, progress)
+        _write_json(partial / "config.json", config)
+        folder = source if source.is_dir() else source.parent
+        for pattern in (*TOKENIZER, *OTHERS):
+            for file in folder.glob(pattern):
+                shutil.copyfile(file, partial / file.name)
+        if drafter:
+            _write_drafter(partial / "draft", *drafter)
+        _sync(partial)
+        partial.replace(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return out
+
+
+def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any]:
+    """A drafter's config.json that says everything by itself, in z-lab's and DeepSpec's words.
+
+    Raises ValueError where reading it again would not give the same drafter.
+    """
+    architecture = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel"}.get(parsed.kind, "DSparkDraftModel")
+    names = [
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+        "attention_bias",
+        "is_causal",
+    ]
+    names += ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+    nested = ["target_layer_ids", "mask_token_id", "sample_from_anchor", "rope_is_neox_style", "draft_vocab_size"]
+    nested += ["input_embedding_scale", "output_multiplier", "final_logit_softcapping"]
+    if parsed.kind == DFLASH2:
+        nested += ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
+    elif parsed.kind != DFLASH:
+        nested += ["markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"]
+        nested += ["confidence_temperatures"]
+    windows = {window for window in parsed.windows if window}
+    if len(windows) > 1:
+        raise ValueError(f"the drafter's layers have windows {sorted(windows)}: one config.json can't say that")
+    plain = {
+        "architectures": ["Qwen3DSparkModel" if parsed.frozen_copies else architecture],
+        "model_type": "qwen3",
+        **{name: getattr(parsed, name) for name in names},
+        "block_size": parsed.block_size,
+        "num_target_layers": parsed.num_target_layers,
+        "layer_types": [SLIDING if window else FULL for window in parsed.windows],
+        "sliding_window": next(iter(windows), None),
+        "use_sliding_window": bool(windows),
+        "rope_parameters": {"rope_type": "default", **parsed.rope_scaling, "rope_theta": parsed.rope_theta},
+        "dflash_config": {name: getattr(parsed, name) for name in nested},
+        **{key: config[key] for key in ("quantization", "quantization_config") if config.get(key)},
+    }
+    plain = json.loads(json.dumps({key: value for key, value in plain.items() if value is not None}))
+    again = DrafterConfig.from_dict(plain)
+    if different := [name for name, value in vars(again).items() if not _same(name, value, parsed)]:
+        raise ValueError(f"the drafter's {', '.join(different)} can't be said in a plain config.json")
+    return plain
+
+
+def _same(name: str, value: Any, parsed: DrafterConfig) -> bool:
+    # Spelt out in the plain one, so it has keys more.
+    return name == "rope_scaling" or value == getattr(parsed, name)
+
+
+def _drafter(name: str | None, target: Model | AnyLM) -> tuple[Path, dict[str, Any]] | None:
+    """A drafter's directory and the config that it is written with, once it is known to fit and to load."""
+    if name is None:
+        return None
+    if name in (MTP, NGRAM):
+        raise ValueError(f"draft_model {name!r} has no files of its own: leave it out, and name it when you generate")
+    path = resolve(name)
+    config = read_config(path)
+    if is_language_model(config):
+        raise ValueError(f"{path} is a language model: it needs no conversion, name it as draft_model")
+    if reasons := check_pair(config, target.config):
+        raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
+    if is_split_mtp(config):
+        return path, config
+    parsed = DrafterConfig.from_dict(config)
+    plain = plain_config(parsed, config)
+    load_drafter(path, target)
+    return path, plain
+
+
+def _config(target: Model | AnyLM, config: dict[str, Any]) -> dict[str, Any]:
+    """The target's config.json as mlx_lm reads it. Raises ValueError where mlx_lm can't run the model."""
+    packed = [name for name, layer in target.named_modules() if isinstance(layer, (ScaledLinear, BlockScaledLinear))]
+    if packed:
+        raise ValueError(
+            f"{packed[0]} is in FP8 or FP4 with a scale of its own, which mlx_lm can't load: use it as it is"
+        )
+    config = {key: value for key, value in config.items() if key not in ("draft_model", "quantization_config")}
+    if isinstance(target, Model):
+        config["model_type"] = str(config["model_type"]).removesuffix("_text")
+        interval = target.config.full_attention_interval
+        for i, kind in enumerate(target.config.layer_types):
+            if (kind == LINEAR) != bool((i + 1) % interval):
+                raise ValueError(f"layer_types of layer {i} is {kind!r}, which mlx_lm can't load: use it as it is")
+    if "quantization" in config:
+        config["quantization_config"] = config["quantization"]
+    return config
+
+
+def _quantized(module: nn.Module, config: dict[str, Any], bits: int, group_size: int) -> dict[str, Any]:
+    from mlx_lm.utils import quantize_model
+
+    if "quantization" in config or any(isinstance(m, nn.QuantizedLinear) for _, m in module.named_modules()):
+        raise ValueError("the target is quantized already: leave --quantize out, or name its unquantized source")
+    predicate = _experts_predicate if isinstance(module, Model) and module.config.num_experts else None
+    try:
+        _, config = quantize_model(module, config, group_size, bits, quant_predicate=predicate)
+    except ValueError as error:
+        raise ValueError(f"can't quantize to {bits} bits in groups of {group_size}: {error}") from None
+    return config
+
+
+def _experts_predicate(path: str, _: nn.Module) -> bool | dict[str, Any]:
+    """Routers and gates of shared experts keep 8 bits, as in mlx_lm."""
+    return {"group_size": 64, "bits": 8} if path.endswith(("mlp.gate", "shared_expert_gate")) else True
+
+
+def _write_weights(folder: Path, module: nn.Module, config: dict[str, Any], progress: Progress | None) -> None:
+    prefix = "language_model." if config.get("model_type") == QWEN3_NEXT else ""
+    weights = {name.removeprefix(prefix): value for name, value in tree_flatten(module.parameters())}
+    # So that a shard's memory is free once it is written.
+    module.update(tree_map(lambda _: mx.array([]), module.parameters()))
+    total, done, places = sum(value.nbytes for value in weights.values()), 0, {}
+    shards = list(_shards(weights))
+    for i, names in enumerate(shards):
+        file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
+        with (folder / file).open("wb") as stream:
+            for part in safetensors({name: weights[name] for name in names}, {"format": "mlx"}):
+                stream.write(part)
+                done += len(part)
+                if progress:
+                    progress(min(done, total), total)
+        for name in names:
+            del weights[name]
+            places[name] = file
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def _shards(weights: dict[str, mx.array]) -> Iterator[list[str]]:
+    names, size = [], 0
+    for name, value in weights.items():
+        if names and size + value.nbytes > SHARD:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += value.nbytes
+    yield names
+
+
+def _write_drafter(folder: Path, source: Path, config: dict[str, Any]) -> None:
+    folder.mkdir()
+    for file in weight_files(source):
+        shutil.copyfile(file, folder / file.name)
+    _write_json(folder / "config.json", config)
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _sync(folder: Path) -> None:
+    for file in [*folder.rglob("*"), folder]:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

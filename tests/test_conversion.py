@@ -1,0 +1,155 @@
+"""Converted pairs: mlx_lm loads the target, specmlx the pair; a run that ends half-way leaves nothing."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from click.testing import CliRunner
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+from rig import EXPERTS, NEXT, TINY, by_steps, mlx_lm_twin, same_bits, small_tokenizer, tiny
+
+import specmlx
+from specmlx.cli import main
+from specmlx.conversion import convert, plain_config
+from specmlx.drafters.config import DrafterConfig
+from specmlx.formats.checkpoint import read_config
+from specmlx.loading import load, resolve
+
+GOLDENS = Path(__file__).parent / "goldens"
+SMALL = {"num_hidden_layers": 4, "full_attention_interval": 2}
+IDS = [3, 1, 4, 1, 5]
+
+
+def write(path: Path, **changes) -> Path:
+    config = json.loads(json.dumps(TINY | SMALL | changes))
+    save_model(path, mlx_lm_twin(tiny(0, **config), **config))
+    save_config(config, path / "config.json")
+    small_tokenizer(path)
+    return path
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("changes", [{}, EXPERTS, NEXT], ids=["dense", "experts", "next"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_converted_target_is_the_one_that_mlx_lm_makes(changes, bits, tmp_path):
+    source = write(tmp_path / "source", **changes)
+    out = convert(str(source), tmp_path / "out", bits=bits)
+    theirs, config = load_model(source)
+    if bits:
+        theirs, config = quantize_model(theirs, config, 64, bits)
+    converted, _ = load_model(out)
+    assert dict(tree_flatten(converted.parameters())).keys() == dict(tree_flatten(theirs.parameters())).keys()
+    assert same_bits(by_steps(converted, converted.make_cache(), IDS), by_steps(theirs, theirs.make_cache(), IDS))
+    tokenizer = mlx_lm.load(str(out))[1]
+    assert tokenizer.encode("the fox") == mlx_lm.load(str(source))[1].encode("the fox")
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_a_converted_pair_gives_the_text_of_the_pair_and_needs_nothing_named(kind, tmp_path):
+    result = CliRunner().invoke(
+        main, ["convert", "--model", "demo", "--draft-model", f"demo/{kind}", "--out", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 0 and str(tmp_path / "out") in result.stdout, result.output
+    model, tokenizer = load(str(tmp_path / "out"), dtype="float32")
+    ours, _ = load("demo", draft_model=f"demo/{kind}")
+    prompt = tokenizer.encode("Please write a class Trip in Python that has map.")
+    stats = []
+    for target in (model, ours):
+        *_, last = specmlx.stream_generate(target, tokenizer, prompt, 24)
+        stats.append((last.stats.rounds, last.stats.proposed, last.token))
+    assert stats[0] == stats[1] and model.draft_model is not None
+    config = read_config(tmp_path / "out" / "draft")
+    assert "is_causal" in config or config["layer_types"].count("sliding_attention") == 0
+    assert config["dflash_config"]["sample_from_anchor"] == (kind == "dspark")
+
+
+def test_a_gguf_file_becomes_a_directory_of_mlx_lm(tmp_path):
+    expected = mx.load(str(GOLDENS / "gguf" / "expected.safetensors"))
+    shutil.copy(GOLDENS / "gguf" / "model.gguf", tmp_path)
+    out = convert(str(tmp_path / "model.gguf"), tmp_path / "out")
+    theirs, _ = load_model(out)
+    ids = expected["tokens"].tolist()
+    logits = mx.stack(by_steps(theirs, theirs.make_cache(), ids))
+    assert mx.allclose(logits, expected["logits"], rtol=0, atol=2e-5).item()
+
+
+def test_every_drafter_config_of_the_goldens_says_the_same_in_plain_words():
+    seen = 0
+    for file in GOLDENS.rglob("config.json"):
+        config = json.loads(file.read_text())
+        try:
+            parsed = DrafterConfig.from_dict(config)
+        except ValueError:
+            continue
+        again = DrafterConfig.from_dict(plain_config(parsed, config))
+        assert again.windows == parsed.windows and again.target_layer_ids == parsed.target_layer_ids
+        assert again.first_row == parsed.first_row and again.rope_theta == parsed.rope_theta
+        seen += 1
+    assert seen >= 2
+
+
+def test_a_run_that_fails_or_is_interrupted_leaves_nothing(tmp_path):
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert("demo", tmp_path / "out", progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_killed_leaves_no_directory_of_that_name_and_the_next_one_cleans_up(tmp_path):
+    code = f"""
+import os, signal
+from specmlx.conversion import convert
+convert("demo", {str(tmp_path / "out")!r}, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    assert convert("demo", tmp_path / "out") == tmp_path / "out"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+WRONG = {
+    "a directory that is in use": (dict(model="demo"), "is not an empty directory"),
+    "bits that mlx has not": (dict(model="demo", bits=7), "can't quantize to 7 bits"),
+    "a drafter that does not fit": (
+        dict(model="small", draft_model="demo/dflash"),
+        "can't serve this target: hidden size",
+    ),
+    "a target as drafter": (dict(model="demo", draft_model="demo"), "is a language model"),
+    "a head without files": (dict(model="demo", draft_model="mtp"), "has no files of its own"),
+    "weights that mlx_lm has no layout for": (dict(model="fp8"), "which mlx_lm can't load"),
+    "what is quantized already": (dict(model="quantized", bits=4), "quantized already"),
+    "no such model": (dict(model="./none"), "no such directory"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_can_not_be_converted_is_refused_with_nothing_written(case, tmp_path):
+    arguments, word = WRONG[case]
+    out = tmp_path / "out"
+    if case == "a directory that is in use":
+        out.mkdir()
+        (out / "file").touch()
+    if arguments["model"] == "small":
+        arguments = arguments | {"model": str(write(tmp_path / "small"))}
+    elif arguments["model"] == "quantized":
+        arguments = arguments | {"model": str(convert("demo", tmp_path / "quantized", bits=8))}
+    elif arguments["model"] == "fp8":
+        arguments = arguments | {"model": str(GOLDENS / "scaled" / "fp8")}
+    with pytest.raises(ValueError) as error:
+        convert(out=out, **arguments)
+    assert word in str(error.value) and "\n" not in str(error.value)
+    assert not out.exists() or case == "a directory that is in use"
+    assert resolve("demo").is_dir()
