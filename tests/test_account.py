@@ -128,7 +128,16 @@ def test_a_drafter_is_read_with_the_head_once_a_proposal_and_where_it_observes(n
     assert groups["draft keys and values"].total == pair * (2 + 3)
     assert groups["draft context projection"].times == 3
     if name == "demo/dspark":
-        assert groups["Markov head"].times == 14
+        assert groups["Markov W2"].times == 14
+
+
+def test_a_shortlist_is_the_head_that_a_drafter_reads(tmp_path):
+    file = tmp_path / "frequencies.json"
+    file.write_text(json.dumps(list(range(64))))
+    model, _ = specmlx.load(draft_model="demo/dspark", draft_vocab=64, draft_vocab_file=str(file), draft_markov_top_k=8)
+    groups = moved(account(model, STATS))
+    assert groups["draft head"].total == 2 * 64 * 128 * 4
+    assert "LM head, for the drafter" not in groups and "Markov W2" not in groups
 
 
 def test_an_mtp_head_is_read_with_the_head_once_a_slot():

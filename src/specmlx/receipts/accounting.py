@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter
 from specmlx.receipts.machine import Bandwidth, known_bandwidth
@@ -29,13 +30,13 @@ _TARGET = (
     (r"\.(mlp|shared_expert)\.", "MLP"),
     (r"", "norms, conv taps, others"),
 )
-TABLES, MARKOV, OWN_TABLE, OWN_HEAD = "gathered tables", "Markov head", "draft embedding", "draft head"
+TABLES, MARKOV, GATES, HEADS = "gathered tables", "Markov W2", "Markov gates", "draft head"
 CONTEXT, KEYS, LAYERS = "draft context projection", "draft keys and values", "draft layers"
 _DRAFTER = (
-    (r"markov_w1\.|_codebook", TABLES),
-    (r"embed_tokens\.", OWN_TABLE),
-    (r"markov_head\.", MARKOV),
-    (r"lm_head\.", OWN_HEAD),
+    (r"markov_w1\.|_codebook|embed_tokens\.", TABLES),
+    (r"markov_w2\.", MARKOV),
+    (r"markov_head\.", GATES),
+    (r"lm_head\.", HEADS),
     (r"(^|\.)fc\.", CONTEXT),
     (r"self_attn\.[kv]_proj\.", KEYS),
     (r"", LAYERS),
@@ -170,23 +171,28 @@ def _states(model: Model, stats: Stats, kv_format: KVFormat | None) -> Iterator[
 
 def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
     passes, rounds, slots = stats.draft_passes, stats.rounds, stats.proposed
+    own_head = None
     if isinstance(drafter, MTP):
         # One layer, run once a slot.
         times = {CONTEXT: slots + rounds, KEYS: slots + rounds, LAYERS: slots}
         heads, window, dtype = slots, (None,), drafter.model.norm.weight.dtype
     elif isinstance(drafter, BlockDrafter):
-        times = {CONTEXT: rounds, KEYS: passes + rounds, LAYERS: passes, MARKOV: slots, OWN_HEAD: passes}
+        times = {CONTEXT: rounds, KEYS: passes + rounds, LAYERS: passes, GATES: slots}
+        # Of the best tokens' rows only, W2 is gathered.
+        whole = isinstance(drafter, DSpark) and drafter.markov_top_k is None
+        times[MARKOV] = slots if whole else 0
         heads, dtype = passes, drafter.model.dtype
         window = tuple(drafter.draft_window if rows is None else rows for rows in drafter.config.windows)
+        if drafter.shortlist is not None or drafter.config.own_head or drafter.config.own_embedding:
+            own_head = drafter.head()
     else:
         return
+    if own_head is not None:
+        yield Moved(HEADS, sum(x.nbytes for _, x in tree_flatten(own_head.parameters())), heads)
+    else:
+        target = grouped(model, _TARGET)
+        yield Moved("LM head, for the drafter", target[HEAD] or target[EMBEDDING], heads)
     nbytes = grouped(drafter.model, _DRAFTER)
-    if not nbytes[OWN_HEAD] and nbytes[OWN_TABLE]:
-        # Its own table is its head.
-        yield Moved(OWN_HEAD, nbytes[OWN_TABLE], heads)
-    elif not nbytes[OWN_HEAD]:
-        head = grouped(model, _TARGET)
-        yield Moved("LM head, for the drafter", head[HEAD] or head[EMBEDDING], heads)
     for label, count in times.items():
         yield Moved(label, nbytes[label], count)
     # Rows that a draft pass looks back at: all, or a window's.
