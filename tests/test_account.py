@@ -1,7 +1,9 @@
 """Bytes moved by a generation: arrays in memory against shapes and formats, and counts against hand-made ones."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -184,3 +186,11 @@ def test_a_bandwidth_is_the_measured_one_else_apples_else_unknown(tmp_path, monk
 def test_gpu_cores_are_read_from_ioreg():
     assert machine.gpu_cores_of('    "gpu-core-count" = 40\n    "IOClass" = "AGXAcceleratorG16X"\n') == 40
     assert machine.gpu_cores_of("") is None
+
+
+@pytest.mark.linux_bits
+def test_the_documentation_shows_what_its_program_prints(capsys):
+    text = (Path(__file__).parents[1] / "docs" / "receipts.md").read_text(encoding="utf-8")
+    ((program, shown),) = re.findall(r"```python\n(.+?)\n```\n\n```\n(.+?)\n```", text, re.S)
+    exec(program, {})
+    assert capsys.readouterr().out.rstrip() == shown
