@@ -139,7 +139,11 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
         (lambda t: json.dumps(t | {"rounds": t["rounds"][:2]}), "'drafted' of round 2"),
         (lambda t: json.dumps(t | {"tokens": [t["tokens"][0] | {"kind": "x' onclick='y"}]}), "of round 0"),
         (lambda t: json.dumps(t | {"phases": {"a": "b"}}), "could not convert"),
+        (lambda t: json.dumps(t | {"phases": {"a": float("nan")}}), "nan is no amount"),
         (lambda t: json.dumps(t | {"account": {"groups": 1}}), "is a damaged trace"),
+        (lambda t: json.dumps(t | {"account": ACCOUNT | {"bytes_per_round": -1}}), "-1 is no amount"),
+        (lambda t: json.dumps(t | {"rounds": [t["rounds"][0] | {"proposed": 10**9}]}), "accepted of 1000000000"),
+        (lambda t: json.dumps(t | {"rounds": [t["rounds"][0] | {"accepted": 5}]}), "round 1 has 3 tokens, 5 accepted"),
     ],
 )
 def test_a_file_that_is_no_trace_is_one_line(tmp_path, spoil, said):

@@ -11,6 +11,9 @@ FORMAT = "specmlx-trace-1"
 # The drafter's guess; the target's own token after a wrong guess, after a whole right proposal, without a proposal.
 DRAFTED, CORRECTED, BONUS, PLAIN = KINDS = ("drafted", "corrected", "bonus", "plain")
 
+# Drafted tokens of a round: a page shows each of them.
+_MOST = 1000
+
 
 @dataclass(frozen=True)
 class TracedToken:
@@ -180,25 +183,39 @@ def read_trace(path: Path) -> Trace:
 def _trace(found: dict[str, Any]) -> Trace:
     values = {each.name: found[each.name] for each in fields(Trace)}
     rounds = [
-        TracedRound(int(r["proposed"]), int(r["accepted"]), int(r["tokens"]), float(r["seconds"]))
+        TracedRound(int(r["proposed"]), int(r["accepted"]), int(r["tokens"]), _number(r["seconds"]))
         for r in values["rounds"]
     ]
+    for n, each in enumerate(rounds, start=1):
+        if not 0 <= each.accepted <= each.proposed <= _MOST or not each.accepted <= each.tokens <= each.accepted + 1:
+            raise ValueError(f"round {n} has {each.tokens} tokens, {each.accepted} accepted of {each.proposed}")
     tokens = [TracedToken(int(t["id"]), str(t["text"]), int(t["round"]), str(t["kind"])) for t in values["tokens"]]
     for token in tokens:
         if token.kind not in KINDS or not 0 <= token.round < len(rounds):
             raise ValueError(f"token {token.id} is {token.kind!r} of round {token.round}")
     if not tokens:
         raise ValueError("it holds no token")
-    phases = {str(name): float(seconds) for name, seconds in values["phases"].items()}
-    if (account := values["account"]) is not None:
-        groups = [
-            {"label": str(group["label"]), "round_bytes": float(group["round_bytes"])} for group in account["groups"]
-        ]
-        numbers = ("bytes_per_round", "bytes_per_token", "gigabytes_per_second")
-        account |= {"groups": groups} | {name: float(account[name]) for name in numbers}
-        if (bandwidth := account["bandwidth"]) is not None:
-            float(bandwidth["gigabytes_per_second"]), str(bandwidth["source"]), float(account["share"])
+    phases = {str(name): _number(seconds) for name, seconds in values["phases"].items()}
+    account = values["account"] and _account(values["account"])
     return Trace(**values | {"rounds": rounds, "tokens": tokens, "phases": phases, "account": account})
+
+
+def _account(found: dict[str, Any]) -> dict[str, Any]:
+    groups = [{"label": str(group["label"]), "round_bytes": _number(group["round_bytes"])} for group in found["groups"]]
+    sums = ("bytes_per_round", "bytes_per_token", "gigabytes_per_second")
+    bandwidth, share = found["bandwidth"], None
+    if bandwidth is not None:
+        speed, share = _number(bandwidth["gigabytes_per_second"]), _number(found["share"])
+        bandwidth = {"gigabytes_per_second": speed, "source": str(bandwidth["source"])}
+    rest = {"bandwidth": bandwidth, "share": share, "left_out": found["left_out"] and str(found["left_out"])}
+    return {"groups": groups} | {name: _number(found[name]) for name in sums} | rest
+
+
+def _number(value: Any) -> float:
+    number = float(value)
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{value} is no amount")
+    return number
 
 
 def _kind(from_draft: bool, each: TracedRound) -> str:
