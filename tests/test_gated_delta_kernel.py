@@ -4,10 +4,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from msl import Simulator
+from rig import in_rounds, tiny, tokens
 
 from specmlx.kernels import gated_delta
 from specmlx.kernels.gated_delta import reference
 from specmlx.kernels.gated_delta.reference import Tape
+from specmlx.state.layers import LayerStates
+from specmlx.state.recurrent import Recurrent
 
 SIMULATOR = Simulator()
 FACTORY = SIMULATOR.metal_kernel
@@ -93,6 +96,29 @@ def test_a_pass_and_the_fold_of_any_of_its_rows_have_the_bits_of_single_row_pass
         # The fold at the head of the next pass is the same one.
         row = [x[:, :1] for x in passed]
         assert same(advance(S, poisoned(tape, count), count, *row)[0], want), n
+
+
+class OnSimulator(Recurrent):
+    """A layer's state whose rows the kernel runs."""
+
+    def advance(self, count, *rows):
+        return gated_delta.advance(self.S, self.tape, count, *rows, factory=FACTORY)
+
+
+class States(LayerStates):
+    def commit(self, count):
+        super().commit(count)
+        self.layers = [OnSimulator(*x) if isinstance(x, Recurrent) else x for x in self.layers]
+
+
+def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations():
+    model = tiny(num_hidden_layers=4)
+    ids = tokens(3, 9)[0].tolist()
+    want = in_rounds(model, model.new_states(), ids, seed=4, most=4)
+    launches = len(SIMULATOR.reports)
+    got = in_rounds(model, States(model.new_states().layers), ids, seed=4, most=4)
+    assert len(SIMULATOR.reports) - launches >= 3
+    np.testing.assert_allclose(np.array(mx.stack(got)), np.array(mx.stack(want)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("n", [0, 4])

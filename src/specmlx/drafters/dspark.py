@@ -10,7 +10,7 @@ from specmlx.drafters.context import Context
 from specmlx.drafters.markov import ConfidenceHead, MarkovHead
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.drafters.vocabulary import dense_rows, take_rows
-from specmlx.kernels.draft_head import chain, top_k
+from specmlx.kernels.draft_head import chain, top_k, walk
 
 
 class DSparkTrunk(BlockTrunk):
@@ -41,13 +41,15 @@ class DSpark(BlockDrafter):
             return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
         hidden = self.slots_hidden(context, anchor, width)
         base, head = self.logits(hidden), self.model.markov_head
+        if policy.greedy and self._rows_as_they_are():
+            w1, w2 = head.markov_w1.weight, head.markov_w2.weight
+            if self.markov_top_k is None:
+                tokens, _ = chain(base, w1, w2, anchor)
+            else:
+                tokens, _ = walk(*top_k(base, self.markov_top_k), w1, w2, anchor)
+            return self._proposal(hidden, anchor, tokens, None)
         if self.markov_top_k is not None:
             return self._among_candidates(hidden, base, anchor, policy)
-        # Quantized weights have no rows that could be taken as they are.
-        dense = type(head.markov_w1) is nn.Embedding and type(head.markov_w2) is nn.Linear
-        if policy.greedy and dense and head.kind == "vanilla" and self.vocabulary is None:
-            tokens, _ = chain(base, head.markov_w1.weight, head.markov_w2.weight, anchor)
-            return self._proposal(hidden, anchor, tokens, None)
         state, previous, tokens, qs = None, anchor.astype(mx.int32)[:, None], [], []
         for slot in range(width):
             at = slice(slot, slot + 1)
@@ -57,6 +59,12 @@ class DSpark(BlockDrafter):
             qs.append(q)
         q = None if qs[0] is None else mx.concatenate(qs, axis=1)
         return self._proposal(hidden, anchor, mx.concatenate(tokens, axis=1), q)
+
+    def _rows_as_they_are(self) -> bool:
+        """Whether W1's and W2's rows are a token's latent and bias: neither gated, quantized nor of fewer tokens."""
+        head = self.model.markov_head
+        dense = type(head.markov_w1) is nn.Embedding and type(head.markov_w2) is nn.Linear
+        return dense and head.kind == "vanilla" and self.vocabulary is None
 
     def _among_candidates(self, hidden: mx.array, base: mx.array, anchor: mx.array, policy: DraftPolicy) -> Proposal:
         """The same with the rows of W2 gathered that belong to each slot's best tokens before the bias."""
