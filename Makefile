@@ -6,7 +6,7 @@ PYTEST_WORKERS ?= 2
 PROMPT ?= Please write a class Trip in Python that has map and lamp and picture.
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint train-demo bench-demo clean
+.PHONY: demo test lint train-demo bench-demo mac-check clean
 
 demo: $(VENV)/.demo
 	$(BIN)/specmlx generate --prompt "$(PROMPT)" --max-tokens 128
@@ -26,6 +26,10 @@ train-demo: $(VENV)/.demo
 bench-demo: $(VENV)/.demo
 	$(BIN)/python -m specmlx.demo.evaluate
 	$(BIN)/python benchmarks/demo_speed.py
+
+# On a Mac: the kernels' tests on its GPU and their speed. Attach mac-check.json to an issue.
+mac-check: $(VENV)/.dev
+	$(BIN)/python benchmarks/mac_check.py
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else "specmlx needs Python 3.11 or newer, $(PYTHON) is %d.%d: make PYTHON=/path/to/python3.11" % v[:2])'

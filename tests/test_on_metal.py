@@ -1,0 +1,98 @@
+"""The kernels on a Metal device: `make mac-check`. SPECMLX_SIMULATE=1 runs the same tests on the simulator."""
+
+import os
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from specmlx.kernels.backend import on_metal
+from specmlx.kernels.choice.child import check
+from specmlx.kernels.choice.operators import OPERATORS, QUANTIZED_MATMUL
+from specmlx.kernels.gated_delta import Tape, metal
+
+FORMATS = {
+    **{f"affine{bits}": ("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)},
+    "affine4g32": ("affine", 4, 32),
+    "affine4g128": ("affine", 4, 128),
+    "nvfp4": ("nvfp4", 4, 16),
+    "mxfp4": ("mxfp4", 4, 32),
+    "mxfp8": ("mxfp8", 8, 32),
+}
+KEYS = {
+    "gated_delta": [{"Hk": 2, "Hv": 6, "Dk": 128, "Dv": 128}, {"Hk": 1, "Hv": 2, "Dk": 64, "Dv": 32}],
+    "attention": [{"Hq": 24, "Hkv": 4, "D": 256}, {"Hq": 6, "Hkv": 2, "D": 64}],
+    "draft_head": [{}],
+    "accept": [{}],
+}
+OTHERS = [(operator, {**key, "dtype": "bfloat16"}) for operator in OPERATORS for key in KEYS.get(operator.name, [])]
+
+
+def product(name: str, K: int = 1216, dtype: str = "bfloat16") -> dict:
+    mode, bits, group_size = FORMATS[name]
+    return {
+        "N": 72,
+        "K": K // group_size * group_size,
+        "mode": mode,
+        "bits": bits,
+        "group_size": group_size,
+        "dtype": dtype,
+    }
+
+
+FORMS = [(name, form) for name in FORMATS for form in QUANTIZED_MATMUL.variants(product(name))]
+
+
+@pytest.fixture(scope="module")
+def factory():
+    if os.environ.get("SPECMLX_SIMULATE") == "1":
+        from msl import Simulator
+
+        return Simulator().metal_kernel
+    if not on_metal():
+        pytest.skip("mlx runs on no Metal device here")
+    return mx.fast.metal_kernel
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_agree_with_the_reference(factory, name, dtype):
+    key = product(name, dtype=dtype)
+    variants = list(QUANTIZED_MATMUL.variants(key))
+    assert check(replace(QUANTIZED_MATMUL, factory=factory), key, (1, 2, 5, 8, 16, 17), variants) == variants
+
+
+@pytest.mark.parametrize("name, form", FORMS, ids=lambda x: x)
+def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(factory, name, form):
+    operator = replace(QUANTIZED_MATMUL, factory=factory)
+    inputs = operator.inputs(product(name), 32, seed=3, exact=True)
+
+    def bits(rows: np.ndarray) -> np.ndarray:
+        return np.array(operator.run(form, inputs._replace(x=inputs.x[mx.array(rows)])).view(mx.uint16))
+
+    alone = np.concatenate([bits(np.array([m])) for m in range(32)])
+    for M in range(2, 33):
+        rows = (np.arange(M) + 5 * M) % 32
+        assert np.array_equal(bits(rows), alone[rows]), f"{M} rows"
+
+
+@pytest.mark.parametrize("operator, key", OTHERS, ids=lambda x: x.name if hasattr(x, "name") else "")
+def test_the_other_kernels_agree_with_their_references(factory, operator, key):
+    assert check(replace(operator, factory=factory), key, (1, 2, 8, 16), ["metal"]) == ["metal"]
+
+
+def test_a_pass_and_a_fold_have_the_bits_of_single_steps(factory):
+    operator = next(each for each in OPERATORS if each.name == "gated_delta")
+    key = {"Hk": 2, "Hv": 6, "Dk": 128, "Dv": 128, "dtype": "bfloat16"}
+    S, _, _, *rows = operator.inputs(key, 8, seed=5, exact=True)
+    nothing = Tape(rows[1][:, :1], mx.zeros((1, 1, 6, 128)), mx.zeros((1, 1, 6)))
+    zero, one = mx.array([0], dtype=mx.int32), mx.array([1], dtype=mx.int32)
+    _, y, tape = metal.advance(S, nothing, zero, *rows, factory=factory)
+    state, before, count = S, nothing, zero
+    for t in range(8):
+        state, y_t, before = metal.advance(state, before, count, *(x[:, t : t + 1] for x in rows), factory=factory)
+        count = one
+        assert mx.array_equal(y_t, y[:, t : t + 1])
+        folded = metal.fold(S, tape, mx.array([t + 1], dtype=mx.int32), factory=factory)
+        assert mx.array_equal(folded, metal.fold(state, before, one, factory=factory))
