@@ -1,0 +1,161 @@
+"""The formats that targets come in: what runs, what is refused, and which fixture and tests show it.
+
+`python tests/formats_table.py` prints the table of docs/models.md.
+"""
+
+import ast
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Row:
+    """A format, its status, where its fixture is from, and the tests `file::function` that use it.
+
+    golden: a folder or file below tests/goldens, where there is one.
+    """
+
+    format: str
+    status: str
+    fixture: str
+    tests: tuple[str, ...]
+    golden: str | None = None
+
+
+TARGETS = (
+    Row(
+        "mlx-lm's: float, affine 2 to 8 bits, mxfp4, mxfp8, nvfp4",
+        "runs; on the Linux CPU mlx-lm's logits bit for bit",
+        "written by mlx-lm in the test",
+        ("test_load_target::test_what_mlx_lm_writes_gives_mlx_lms_logits",),
+    ),
+    Row(
+        "Hugging Face `qwen3_5`",
+        "runs; transformers' logits within 5e-4",
+        "transformers 5.24",
+        ("test_target_goldens::test_logits_and_taps_are_those_of_transformers",),
+        "target_untied",
+    ),
+    Row(
+        "`qwen3_5_moe`, mlx-lm's and Hugging Face's",
+        "runs; mlx-lm's logits bit for bit (mlx runs dense experts on the CPU in float32 only)",
+        "written by mlx-lm in the test; Hugging Face's names by hand",
+        (
+            "test_experts::test_every_accepted_row_has_the_bits_of_mlx_lm_fed_token_by_token",
+            "test_experts::test_what_hugging_face_publishes_gives_mlx_lms_logits",
+            "test_experts::test_what_mlx_lm_quantizes_keeps_its_routers_bits",
+        ),
+    ),
+    Row(
+        "`qwen3_next`, mlx-lm's and Hugging Face's",
+        "runs; mlx-lm's logits bit for bit",
+        "as above",
+        (
+            "test_experts::test_every_accepted_row_has_the_bits_of_mlx_lm_fed_token_by_token",
+            "test_experts::test_what_hugging_face_publishes_gives_mlx_lms_logits",
+        ),
+    ),
+    Row(
+        "ModelOpt mixed precision (FP8, NVFP4, bf16), dense and with experts",
+        "runs packed; every code's value to the last bit",
+        "by hand, from the published file's table of names, dtypes and shapes",
+        (
+            "test_scaled::test_every_fp8_code_is_its_value_times_the_scale_of_its_tensor_or_row_to_the_last_bit",
+            "test_scaled::test_every_fp4_code_under_every_block_scale_is_its_value_to_the_last_bit",
+            "test_scaled::test_a_modelopt_checkpoint_gives_the_logits_of_the_dense_weights_that_it_means",
+            "test_scaled::test_what_can_not_be_right_is_refused_with_the_tensors_name",
+        ),
+    ),
+    Row(
+        "compressed-tensors `nvfp4-pack-quantized`",
+        "runs packed; transformers' logits on the package's values within 1e-3",
+        "compressed-tensors 0.20.1",
+        ("test_scaled::test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers",),
+        "scaled/nvfp4-pack-quantized",
+    ),
+    Row(
+        "compressed-tensors `float-quantized` (tensor, channel)",
+        "as above",
+        "compressed-tensors 0.20.1",
+        ("test_scaled::test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers",),
+        "scaled/float-quantized",
+    ),
+    Row(
+        "compressed-tensors `float-quantized` (128 x 128 blocks)",
+        "as above",
+        "compressed-tensors 0.20.1",
+        ("test_scaled::test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers",),
+        "scaled/float-quantized-block",
+    ),
+    Row(
+        "Hugging Face `fp8` (128 x 128 blocks)",
+        "as above",
+        "transformers 5.24",
+        ("test_scaled::test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers",),
+        "scaled/fp8",
+    ),
+    Row(
+        "GGUF `qwen35` (dense): Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K packed; Q6_K and floats dense",
+        "runs; every value to the last bit, transformers' logits within 2e-5",
+        "gguf 0.19",
+        (
+            "test_gguf::test_every_value_of_a_type_is_the_one_that_ggufs_own_package_reads",
+            "test_gguf::test_a_file_gives_the_logits_of_transformers_on_the_values_that_it_holds",
+        ),
+        "gguf",
+    ),
+    Row(
+        "GGUF: other architectures (experts too), Q2_K, Q3_K, IQ, TQ, MXFP4",
+        "refused, with the tensor's name and type",
+        "the same, edited",
+        ("test_gguf::test_what_can_not_be_read_is_refused_in_one_line",),
+    ),
+    Row(
+        "any other mlx-lm model: Llama, Qwen3, Gemma 3, LFM2",
+        "runs; mlx-lm's tokens (Gemma 3 past its window: up to rounding)",
+        "mlx-lm's own classes in the test",
+        (
+            "test_any_lm::test_every_accepted_row_has_the_bits_of_one_row_a_pass",
+            "test_any_lm::test_speculation_gives_the_tokens_of_mlx_lm",
+        ),
+    ),
+    Row(
+        "a model object of mlx-lm's",
+        "runs on its own arrays, nothing copied",
+        "mlx-lm's own classes in the test",
+        (
+            "test_any_lm::test_a_hybrid_of_mlx_lm_is_rebuilt_on_the_same_arrays",
+            "test_any_lm::test_generate_takes_what_mlx_lm_loads_and_its_list_of_caches",
+        ),
+    ),
+)
+
+
+def table(rows: tuple[Row, ...]) -> str:
+    """A Markdown table of the rows."""
+    lines = ["| format | status | fixture | tests |", "|---|---|---|---|"]
+    for row in rows:
+        files = ", ".join(f"`{name}.py`" for name in dict.fromkeys(test.partition("::")[0] for test in row.tests))
+        lines.append(f"| {row.format} | {row.status} | {row.fixture} | {files} |")
+    return "\n".join(lines)
+
+
+def missing(rows: tuple[Row, ...]) -> list[str]:
+    """Tests and goldens that rows name and that are not there."""
+    found = []
+    for row in rows:
+        for test in row.tests:
+            name, _, function = test.partition("::")
+            file = TESTS / f"{name}.py"
+            tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
+            if function not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
+                found.append(test)
+        if row.golden and not (TESTS / "goldens" / row.golden).exists():
+            found.append(row.golden)
+    return found
+
+
+if __name__ == "__main__":
+    print(table(TARGETS))
