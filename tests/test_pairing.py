@@ -1,12 +1,15 @@
 """Which drafter loads, for which target, and what is said when it doesn't."""
 
 import json
+import random
+from copy import deepcopy
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from drafter_kit import (
+    GOLDENS,
     HIDDEN,
     VOCAB,
     Greedy,
@@ -18,7 +21,7 @@ from drafter_kit import (
 )
 from mlx.utils import tree_flatten
 
-from specmlx.drafters.checkpoint import load_drafter
+from specmlx.drafters.checkpoint import build, load_drafter
 from specmlx.drafters.config import DrafterConfig, default_taps
 from specmlx.drafters.dflash import DFlash
 from specmlx.drafters.dflash2 import DFlash2
@@ -160,6 +163,37 @@ def test_what_can_not_be_loaded_yet_is_named_in_one_line(config, says):
         DrafterConfig.from_dict(config)
     assert "\n" not in str(error.value)
     assert check_pair(config, TARGET) == [str(error.value)]
+
+
+def places(value, path=()):
+    """Every place in a config.json."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def test_values_of_any_type_anywhere_end_in_reasons_of_one_line_or_in_a_drafter():
+    rng, wrong = (
+        random.Random(0),
+        [None, -1, 0, 1e30, 2**70, "x", [], {}, [None], ["a"], {"a": 1}, True, [[]], [-1], 1.5],
+    )
+    package = json.loads((GOLDENS.parent / "speculators" / "dspark" / "config.json").read_text())
+    built = 0
+    for config in (DFLASH, DFLASH2, DSPARK, golden_config("dflash_yarn"), RADIXARK, package):
+        for place in rng.sample(list(places(config)), 25):
+            for value in wrong:
+                changed = deepcopy(config)
+                inner = changed
+                for key in place[:-1]:
+                    inner = inner[key]
+                inner[place[-1]] = value
+                reasons = check_pair(changed, TARGET)
+                assert all("\n" not in reason for reason in reasons)
+                if not reasons:
+                    build(DrafterConfig.from_dict(changed), golden_target())
+                    built += 1
+    assert built > 50
 
 
 # The files

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from specmlx.drafters.packaging import unpacked
+from specmlx.drafters.packaging import check_types, unpacked
 from specmlx.drafters.rope import ROPE_TYPES, rope_type
 
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
@@ -91,6 +91,7 @@ class DrafterConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "DrafterConfig":
         """Read a config.json. Raises ValueError, one line, for what is incomplete or not supported."""
+        check_types(config)
         config = unpacked(config)
         kind = kind_of(config)
         _refuse_variations(config, kind)
@@ -118,7 +119,7 @@ class DrafterConfig:
             windows=_windows(config, layers),
             rope_theta=theta,
             sample_from_anchor=anchored,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=_eps(config),
             num_target_layers=depth,
             is_causal=lookup.nested.get("causal") if causal is None else causal,
             rope_scaling=rope,
@@ -167,7 +168,8 @@ def kind_of(config: dict[str, Any]) -> str:
 def is_language_model(config: dict[str, Any]) -> bool:
     """Whether a config.json is that of a whole language model."""
     names = config.get("architectures") or []
-    whole = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
+    names = names if isinstance(names, list) else [names]
+    whole = any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
     return (
         whole
         or "text_config" in config
@@ -196,7 +198,7 @@ class _Lookup:
 
     def size(self, name: str, default: int | None = None) -> int:
         value = self(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
             raise ValueError(f"{name} must be a positive whole number, config.json has {value!r}")
         return value
 
@@ -244,6 +246,12 @@ def _temperatures(lookup: _Lookup, slots: int) -> tuple[float, ...] | None:
     return tuple(map(float, values[:slots]))
 
 
+def _eps(config: dict[str, Any]) -> float:
+    if (eps := config.get("rms_norm_eps") or 1e-6) <= 0:
+        raise ValueError(f"rms_norm_eps must be positive, config.json has {eps!r}")
+    return eps
+
+
 def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta", config.get("rope_theta"))
@@ -251,7 +259,7 @@ def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
         raise ValueError("config.json has no rope_theta, neither at its top nor in rope_parameters")
     if (kind := rope_type(rope)) not in ROPE_TYPES:
         raise ValueError(f"this drafter uses rope_type {kind!r}: not supported yet")
-    if kind in ("linear", "yarn") and not rope.get("factor"):
+    if kind in ("linear", "yarn") and not (rope.get("factor") or 0) > 0:
         raise ValueError(f"rope_type {kind!r} needs a factor, config.json has {rope.get('factor')!r}")
     limits = rope.get("original_max_position_embeddings"), config.get("max_position_embeddings")
     if kind == "yarn" and not any(limits):

@@ -21,6 +21,58 @@ _KEPT = (
 )
 
 
+_OBJECTS = (
+    "dflash_config",
+    "dspark_config",
+    "rope_parameters",
+    "rope_scaling",
+    "speculators_config",
+    "transformer_layer_config",
+    "text_config",
+    "quantization",
+    "quantization_config",
+)
+_NAMES = ("architectures", "layer_types")
+_NUMBERS = (
+    "rope_theta",
+    "sliding_window",
+    "max_window_layers",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+    "attention_value_scale",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+)
+
+
+def check_types(config: dict[str, Any]) -> None:
+    """Raise ValueError, one line, where a known part of a config.json, at any depth of it, has the wrong type."""
+    for name, value in config.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+        if value is None:
+            continue
+        if name in _OBJECTS and not isinstance(value, dict):
+            raise ValueError(f"config.json's {name} is {value!r}: it must be an object")
+        if name in _NAMES and not (isinstance(value, list) and all(isinstance(x, str) for x in value)):
+            raise ValueError(f"config.json's {name} is {value!r}: it must be a list of names")
+        if name in _NUMBERS and not number:
+            raise ValueError(f"config.json's {name} is {value!r}: it must be a number")
+        if name in ("speculators_model_type", "model_type") and not isinstance(value, str):
+            raise ValueError(f"config.json's {name} is {value!r}: it must be a name")
+        if name == "proposal_methods" and not (isinstance(value, list) and all(isinstance(x, dict) for x in value)):
+            raise ValueError(f"config.json's {name} is {value!r}: it must be a list of objects")
+        if name in _OBJECTS:
+            check_types(value)
+
+
 def unpacked(config: dict[str, Any]) -> dict[str, Any]:
     """A speculators config.json as z-lab and DeepSpec would have written it; any other as it is.
 

@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 from specmlx.drafters.config import DrafterConfig, is_language_model
+from specmlx.drafters.packaging import check_types
 
 
 class TargetSizes(Protocol):
@@ -15,12 +16,13 @@ class TargetSizes(Protocol):
 
 def check_pair(config: dict[str, Any] | DrafterConfig, target_config: TargetSizes) -> list[str]:
     """Why a drafter can't serve a target, from its config.json (or what was read of it); empty if it can."""
-    if isinstance(config, dict) and is_split_mtp(config):
-        return mtp_reasons(config, target_config)
-    if isinstance(config, dict) and is_language_model(config):
-        return lm_reasons(config)
     if not isinstance(config, DrafterConfig):
         try:
+            check_types(config)
+            if is_split_mtp(config):
+                return mtp_reasons(config, target_config)
+            if is_language_model(config):
+                return lm_reasons(config)
             config = DrafterConfig.from_dict(config)
         except ValueError as error:
             return [str(error)]
