@@ -21,8 +21,12 @@ import specmlx
 from specmlx import PromptCache
 from specmlx.cli import main
 from specmlx.generation import stream_generate
+from specmlx.limits import check_memory
 from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from specmlx.speculation.prefill import prefill
+from specmlx.state.conversation import Conversation
 from specmlx.state.quantized_kv import KVFormat, QuantizedKV
+from specmlx.targets.hybrid import Model
 
 VARIANTS = {"fp32": {}, "bf16": dict(dtype=mx.bfloat16), "4-bit": dict(bits=4)}
 FORMATS = {"8": KVFormat(8, 32), "4 from 128 on": KVFormat(4, 32, 128), "int8 from 64 on": KVFormat(8, None, 64)}
@@ -181,6 +185,93 @@ def test_an_answer_ends_with_a_warning_where_the_conversation_is_full(tokenizer,
     with pytest.warns(UserWarning, match="70 tokens"):
         assert len(list(stream_generate(model, tokenizer, prompt, -1, prompt_cache=own))) == 10
     assert [r.token for r in stream_generate(model, tokenizer, prompt, 40)] == text[60:]
+
+
+# One head of each kind, so that long prompts take seconds; the vocabulary is large, so that all logits would be seen.
+SLIM = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    linear_num_value_heads=1,
+    linear_num_key_heads=1,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    full_attention_interval=2,
+    max_position_embeddings=40_000,
+    vocab_size=4096,
+)
+
+
+def peak(model, n: int, step: int, kv_format: KVFormat | None = None) -> int:
+    """The most bytes that prefilling n tokens took at once."""
+    prompt = [i % 4096 for i in range(n)]
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    conversation = Conversation(model.new_states(1, kv_format))
+    for _ in prefill(model, conversation, prompt, None, step):
+        pass
+    return mx.get_peak_memory() - before
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("kv_format", [None, KVFormat(8, 32), KVFormat(4, 32), KVFormat(8, None)])
+def test_memory_grows_with_the_context_as_the_accounting_says(kv_format):
+    model = tiny(0, **SLIM, num_hidden_layers=4, head_dim=32)
+    row = mx.zeros((1, 1, 1, 32))
+    kept = row.nbytes if kv_format is None else sum(x.nbytes for x in kv_format.quantized(row))
+    # Keys and values of two layers, and the scores of a step's 64 rows in float32 with their mask.
+    predicted = 2 * 2 * kept + 64 * (4 + 1)
+    if kv_format == KVFormat(8, None):
+        # One layer's keys and values once more, in mlx's own 8 bits.
+        predicted += 2 * (32 + 4 + 4)
+    slope = (peak(model, 3072, 64, kv_format) - peak(model, 1024, 64, kv_format)) / 2048
+    assert slope == pytest.approx(predicted, rel=0.1)
+
+
+@pytest.mark.linux_bits
+def test_a_prefill_of_32k_tokens_needs_its_keys_and_the_scores_of_one_step():
+    model = tiny(0, **SLIM, num_hidden_layers=2, head_dim=8)
+    # All logits would take 537 MB, the tapes of all rows 2 MB.
+    assert peak(model, 32_768, 256) < 32_768 * (2 * 8 * 4 + 256 * 5) + 2_000_000
+
+
+def test_int8_takes_at_27b_what_the_published_figure_says():
+    rows = KVFormat(8, None).quantized(mx.zeros((1, 4, 1, 256)))
+    assert 16 * 2 * sum(x.nbytes for x in rows) == 33_280
+
+
+def test_a_prompt_that_memory_is_too_small_for_is_refused_before_anything_runs(fp32):
+    check_memory(fp32, 1 << 20)
+    for kv_format, gigabytes in ((None, "1125.9"), (KVFormat(8, None), "316.7")):
+        with pytest.raises(ValueError, match=f"1099511627 tokens needs {gigabytes} GB") as raised:
+            check_memory(fp32, (1 << 40) // 1000, kv_format)
+        assert "\n" not in str(raised.value)
+
+
+class Failing(Model):
+    """Its third prefill step fails as an allocation on a GPU does."""
+
+    steps = 0
+
+    def prefill(self, states, tokens, tap_ids=(), step_size=2048):
+        for step in super().prefill(states, tokens, tap_ids, step_size):
+            self.steps += 1
+            if self.steps == 3:
+                raise RuntimeError("[metal::malloc] Unable to allocate")
+            yield step
+
+
+def test_snapshots_from_before_a_failure_serve_after_it(fp32, tokenizer):
+    model, prompt = Failing(fp32.args), ids(1, 250)
+    model.update(fp32.parameters())
+    cache = PromptCache(checkpoint_every=64, keep_answers=False)
+    with pytest.raises(RuntimeError, match="metal::malloc"):
+        list(stream_generate(model, tokenizer, prompt, 9, prompt_cache=cache))
+    found = list(stream_generate(model, tokenizer, prompt, 9, prompt_cache=cache))
+    assert found[0].cached_tokens == 128
+    assert [r.token for r in found] == [r.token for r in stream_generate(fp32, tokenizer, prompt, 9)]
 
 
 def test_the_command_line_takes_the_options(tmp_path):

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter
-from specmlx.limits import context_limit, tokens_left, warn_if_full
+from specmlx.limits import check_memory, context_limit, tokens_left, warn_if_full
 from specmlx.loading import AUTO, load, load_drafter
 from specmlx.prompt_cache import (
     close_cache,
@@ -164,7 +164,9 @@ def _responses(
         conversation = open_cache(model, prompt_cache, kv_format)
         cached = 0 if reuse is None else reuse.length
         limit = context_limit(model, max_kv_size, conversation.max_kv_size)
-        left = tokens_left(limit, len(conversation.tokens) + len(ids) - cached)
+        total = len(conversation.tokens) + len(ids) - cached
+        left = tokens_left(limit, total)
+        check_memory(model, total, kv_format)
         full = left is not None and (options["max_tokens"] < 0 or options["max_tokens"] > left)
         if full:
             options["max_tokens"] = left

@@ -3,7 +3,12 @@
 import warnings
 from typing import Any
 
+import mlx.core as mx
+
+from specmlx.state.quantized_kv import KVFormat
+from specmlx.state.store import usable_memory
 from specmlx.targets.any_lm import AnyLM
+from specmlx.targets.config import FULL
 from specmlx.targets.hybrid import Model
 
 
@@ -36,6 +41,26 @@ def tokens_left(limit: tuple[int, str] | None, tokens: int) -> int | None:
             f"the conversation has {tokens} tokens with this prompt: {most - 1} leave place for an answer ({what})"
         )
     return most - tokens
+
+
+def check_memory(model: Model | AnyLM, tokens: int, kv_format: KVFormat | None = None) -> None:
+    """Raises ValueError where the keys and values of so many tokens are more than the memory that is left.
+
+    Told before anything runs: an allocation that fails would end the process on the CPU. mlx-lm's models allocate by
+    themselves, and are not looked at.
+    """
+    if isinstance(model, AnyLM):
+        return
+    config = model.config
+    row = mx.zeros((1, config.num_key_value_heads, 1, config.head_dim), dtype=model.dtype)
+    parts = [row] if kv_format is None else kv_format.quantized(row)
+    needed = tokens * 2 * config.layer_types.count(FULL) * sum(part.nbytes for part in parts)
+    left = usable_memory() - mx.get_active_memory()
+    if needed > left:
+        raise ValueError(
+            f"a conversation of {tokens} tokens needs {needed / 1e9:.1f} GB for keys and values, {left / 1e9:.1f} GB "
+            "are left: make it shorter, or keep them in fewer bits (kv_bits)"
+        )
 
 
 def warn_if_full(limit: tuple[int, str], last: Any) -> None:

@@ -11,6 +11,9 @@ from specmlx.state.conversation import Conversation, Observable
 from specmlx.state.layers import LayerStates
 from specmlx.state.prefix import spans
 
+# Rows behind the prompt that buffers make room for at once.
+_ANSWER = 256
+
 
 class Prefiller(Protocol):
     """What prefill needs of a model."""
@@ -37,6 +40,7 @@ def prefill(
     before = [] if conversation.pending is None else [conversation.pending]
     ids = [*before, *prompt[:-1]]
     start = conversation.states.length
+    conversation.states.expect(start + len(ids) + _ANSWER)
     window = drafter.window if isinstance(drafter, Windowed) else None
     yield 0
     try:

@@ -76,6 +76,9 @@ class CacheStates:
     def nbytes(self) -> int:
         return sum(x.nbytes for leaf in self._leaves for x in _arrays(leaf))
 
+    def expect(self, rows: int) -> None:
+        """mlx-lm's caches grow as they do."""
+
     def begin(self, rows: mx.array) -> mx.array:
         """Open a pass over ids `[1, T]`: sets the caches to where it starts, and returns the ids that have to run.
 

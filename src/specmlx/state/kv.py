@@ -31,15 +31,18 @@ class KV(NamedTuple):
         return KV(*arrays)
 
 
-def reserve(kv: KV | None, capacity: int, keys_like: mx.array, values_like: mx.array, step: int = STEP) -> KV:
+def reserve(
+    kv: KV | None, capacity: int, keys_like: mx.array, values_like: mx.array, step: int = STEP, expected: int = 0
+) -> KV:
     """Buffers with room for `capacity` rows, rounded up to `step`; old rows are kept, new ones are zeros.
 
+    Buffers that have to grow, and so to be copied, grow to as many rows as are `expected`.
     `keys_like` and `values_like` `[B, H, *, D]` give the shapes and dtypes of a buffer that does not exist yet.
     """
     have = 0 if kv is None else kv.capacity
     if have >= capacity:
         return kv
-    missing = -(-capacity // step) * step - have
+    missing = -(-max(capacity, expected) // step) * step - have
 
     def grown(buffer: mx.array | None, like: mx.array) -> mx.array:
         B, H, _, D = like.shape

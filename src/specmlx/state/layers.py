@@ -47,6 +47,7 @@ class LayerStates:
     KV buffers are replaced when a pass opens, since it writes only beyond the rows that are in.
     looks_ahead: whether a pass may be verified before the one before it is committed.
     kv_format: how attention layers keep their rows from the format's `start` on; None: as they are.
+    expected: how many rows buffers that have to grow make room for.
     """
 
     looks_ahead = True
@@ -58,6 +59,7 @@ class LayerStates:
         self.start: int | mx.array = 0
         self.count: int | mx.array = 0
         self.bound = 0
+        self.expected = 0
         self._counts: list[int] | None = [0] * batch
         self._pass: Pass | None = None
         self._committed = True
@@ -83,6 +85,10 @@ class LayerStates:
         if not self._committed:
             raise RuntimeError("the last pass was neither committed nor aborted: call commit(n) or abort() first")
         return Origin(self.length, self.count, self.bound + T)
+
+    def expect(self, rows: int) -> None:
+        """Tell how many rows there will be, so that buffers grow, and are copied, once."""
+        self.expected = max(self.expected, rows)
 
     def keep_in(self, kv_format: KVFormat) -> None:
         """Keep attention rows in a format from its start on. Raises ValueError where they are in another already."""
@@ -127,6 +133,7 @@ class LayerStates:
         self._refuse_if_broken()
         layers = [a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)]
         states = LayerStates(layers, self.batch, self.kv_format)
+        states.expected = self.expected
         states.start, states.count = self.length, count
         states.bound = self._bound_before + (count if isinstance(count, int) else self._pass.rows)
         return states

@@ -12,6 +12,7 @@ from specmlx.state.kv import KV, reserve, write
 INT8 = "int8"
 _BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
+_BLOCK = 256
 
 
 class QuantizedKV(KV):
@@ -104,12 +105,12 @@ class KVFormat:
         return kv if isinstance(kv, QuantizedKV) else QuantizedKV(self.quantized(kv.keys), self.quantized(kv.values))
 
     def written(
-        self, kv: KV | None, keys: mx.array, values: mx.array, start: int | mx.array, length: int
+        self, kv: KV | None, keys: mx.array, values: mx.array, start: int | mx.array, length: int, expected: int = 0
     ) -> QuantizedKV:
-        """The buffers with rows `[B, H, T, D]` written at `start`, with room for `length`; see `kv.write`."""
+        """The buffers with rows `[B, H, T, D]` written at `start`, with room for `length`; see `state.kv`."""
         rows = QuantizedKV(self.quantized(keys), self.quantized(values)).parts
         old = [None] * len(rows) if kv is None else self.converted(kv).parts
-        grown = [reserve(part, length, *row) for part, row in zip(old, rows, strict=True)]
+        grown = [reserve(part, length, *row, expected=expected) for part, row in zip(old, rows, strict=True)]
         return QuantizedKV.of([write(part, *row, start) for part, row in zip(grown, rows, strict=True)])
 
     def stored(self, kv: QuantizedKV) -> tuple[Stored, Stored]:
@@ -118,20 +119,28 @@ class KVFormat:
         return tuple(Stored(*x, self.bits) for x in parts)
 
     def attend(self, q: mx.array, kv: QuantizedKV, length: int, scale: float, mask: mx.array | str | None) -> mx.array:
-        """softmax(scale q kᵀ) v of rows `[B, Hq, T, D]` over the first `length` rows, by mlx_lm's operations."""
+        """softmax(scale q kᵀ) v of rows `[B, Hq, T, D]` over the first `length` rows, by mlx_lm's operations.
+
+        A long prefill step goes by blocks of rows, since all scores `[B, Hq, T, length]` of a block are in memory.
+        """
         from mlx_lm.models.base import quantized_scaled_dot_product_attention
 
         keys, values = (tuple(part[:, :, :length] for part in parts) for parts in kv)
-        if self.group_size is not None:
-            return quantized_scaled_dot_product_attention(
-                q, keys, values, scale, mask, group_size=self.group_size, bits=self.bits
+        D, T, dtype, group = q.shape[-1], q.shape[2], q.dtype, self.group_size
+        if group is None:
+            group = next(size for size in reversed(_GROUPS) if D % size == 0)
+            q, keys, values = q.astype(mx.float32), _affine(*keys, D // group), _affine(*values, D // group)
+        out = []
+        for first in range(0, T, _BLOCK):
+            last = min(first + _BLOCK, T)
+            # "causal" is meant from the end: the block's last row sees what is before it and itself.
+            seen = length - T + last if isinstance(mask, str) else length
+            block = mask[..., first:last, :] if isinstance(mask, mx.array) else mask
+            k, v = (tuple(part[:, :, :seen] for part in parts) for parts in (keys, values))
+            out.append(
+                quantized_scaled_dot_product_attention(q[:, :, first:last], k, v, scale, block, group, self.bits)
             )
-        D = q.shape[-1]
-        group = next(size for size in reversed(_GROUPS) if D % size == 0)
-        o = quantized_scaled_dot_product_attention(
-            q.astype(mx.float32), _affine(*keys, D // group), _affine(*values, D // group), scale, mask, group, 8
-        )
-        return o.astype(q.dtype)
+        return (out[0] if len(out) == 1 else mx.concatenate(out, axis=2)).astype(dtype)
 
 
 def _affine(codes: mx.array, scales: mx.array, groups: int) -> tuple[mx.array, mx.array, mx.array]:

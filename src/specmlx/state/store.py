@@ -71,7 +71,7 @@ class PromptCache:
             raise ValueError(f"max_bytes is {max_bytes}: it must be 0 or more")
         if checkpoint_every < 1:
             raise ValueError(f"checkpoint_every is {checkpoint_every}: it must be at least 1")
-        self.max_bytes = default_budget() if max_bytes is None else max_bytes
+        self.max_bytes = int(SHARE * usable_memory()) if max_bytes is None else max_bytes
         self.exact = exact
         self.checkpoint_every = -(-checkpoint_every // GRID) * GRID
         self.keep_answers = keep_answers
@@ -252,8 +252,8 @@ def read(path: str | Path) -> tuple[list[prompt_file.Held], dict[str, str]]:
         raise ValueError(f"{path} is damaged: {error!r}") from None
 
 
-def default_budget() -> int:
-    """A quarter of the memory that the device recommends to use; on the CPU of the machine's."""
+def usable_memory() -> int:
+    """The bytes that the device recommends to use; on the CPU the machine's memory."""
     info = mx.device_info() if mx.default_device() == mx.gpu else {}
-    whole = info.get("max_recommended_working_set_size") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(SHARE * whole)
+    recommended = info.get("max_recommended_working_set_size")
+    return recommended or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

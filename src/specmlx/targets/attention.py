@@ -46,17 +46,19 @@ class Attention(nn.Module):
         mask: mx.array | str | None,
         first: int = 0,
         kv_format: KVFormat | None = None,
+        expected: int = 0,
     ) -> tuple[mx.array, KV | None]:
         """Rows `[B, T, D]`, written at `start` (int, or int32 `[B]`), see the buffer's first `length` rows by `mask`,
         which lets each see itself and the older ones, down to `first`.
 
-        With `kv_format` the buffer is kept in it, and brought into it first where it isn't.
+        With `kv_format` the buffer is kept in it, and brought into it first where it isn't. A buffer that is too small
+        grows to as many rows as are `expected`.
         Without a buffer (`kv` None and `length` 0, in training) the rows see one another only.
         """
         q, gate = self.queries(x, start)
         k, v = self.keys_values(x, start)
         if kv_format is not None:
-            kv = kv_format.written(kv, k, v, start, length)
+            kv = kv_format.written(kv, k, v, start, length, expected)
             keys, values = kv_format.stored(kv)
             if runs(q, keys, values):
                 o = attention(q, keys, values, start, length, self.scale, mask, first=first)
@@ -64,7 +66,7 @@ class Attention(nn.Module):
                 o = kv_format.attend(q, kv, length, self.scale, mask)
             return self.output(o, gate), kv
         if length:
-            kv = write(reserve(kv, length, k, v), k, v, start)
+            kv = write(reserve(kv, length, k, v, expected=expected), k, v, start)
             o = attention(q, Stored(kv.keys), Stored(kv.values), start, length, self.scale, mask, first=first)
             return self.output(o, gate), kv
         return self.attend(q, gate, k, v, mask), kv

@@ -201,9 +201,8 @@ class Model(nn.Module):
 
         def mixer(layer: DecoderLayer, state: Layer) -> Callable:
             if not layer.is_linear:
-                return partial(
-                    layer.self_attn, kv=state, start=origin.start, length=origin.length, mask=mask, kv_format=kv_format
-                )
+                where = dict(start=origin.start, length=origin.length, expected=states.expected, mask=mask)
+                return partial(layer.self_attn, kv=state, kv_format=kv_format, **where)
             if stepped:
                 return partial(layer.linear_attn.verify, state=state, count=origin.count)
             return partial(layer.linear_attn.prefill, state=state.folded(origin.count))
