@@ -158,3 +158,20 @@ def broken_bounds(row: dict) -> list[str]:
         if K >= 2048:
             bounds["x costs no more than the weights a tile"] = row["x_bytes"] <= ceil(M / 8) * row["packed_bytes"]
     return [name for name, kept in bounds.items() if not kept]
+
+
+# GPU cores, GHz and GB/s, by public figures; a core does 128 multiply-adds a cycle.
+CHIPS = {"M1 Max": (32, 1.3, 400), "M4 Pro": (20, 1.6, 273), "M4 Max": (40, 1.6, 546)}
+
+
+def ceilings(row: dict) -> dict[str, tuple[float, float]]:
+    """By chip: products a second, relative to one read of the weights at the bus's full speed, that bytes and that
+    arithmetic allow at most. Arithmetic on public figures, no measurement; M5's tensor units are not in it."""
+    weights = row["N"] * row["K"]
+    operations = row["multiply_adds"] * row["M"] + row["instructions"]
+    found = {}
+    for chip, (cores, clock, bandwidth) in CHIPS.items():
+        floor = row["packed_bytes"] / (bandwidth * 1e9)
+        arithmetic = weights * operations / (cores * 128 * clock * 1e9)
+        found[chip] = (1 / row["weight_reads"], floor / arithmetic)
+    return found

@@ -61,6 +61,14 @@ def simulated(everything: bool, progress: bool) -> list[dict]:
             broken += [(row, bound) for bound in traffic.broken_bounds(row)]
             if progress:
                 click.echo(in_one_line(row))
+    if progress:
+        for row in rows:
+            if row.get("M") in (1, 4, 8, 16) and not row["shape"]:
+                chips = (f"{c} {b:.2f} and {a:.2f}" for c, (b, a) in traffic.ceilings(row).items())
+                click.echo(
+                    f"ceilings by bytes and arithmetic, {row['kernel']} {row['format']} M {row['M']}: "
+                    + "; ".join(chips)
+                )
     for row, bound in broken:
         click.echo(f"not kept: {bound}: {in_one_line(row)}", err=True)
     if broken:

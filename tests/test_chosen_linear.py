@@ -7,7 +7,7 @@ import pytest
 
 from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
-from specmlx.kernels.linear import ChosenEmbedding, ChosenLinear, choose_kernels
+from specmlx.kernels.linear import ChosenEmbedding, ChosenLinear, choose_kernels, mixed
 from specmlx.kernels.quantized_matmul import reference
 
 
@@ -94,3 +94,12 @@ def test_what_is_raced_is_what_the_reference_takes(mode, bits, group_size):
     timed = QUANTIZED_MATMUL.inputs(key, 3, seed=1, exact=False)
     assert timed.w.shape == (200, 128 * bits // 32) and timed.w.nbytes == QUANTIZED_MATMUL.nbytes(key)
     assert timed.scales.dtype == inputs.scales.dtype
+
+
+def test_kernels_that_differ_by_the_number_of_rows_are_named(tmp_path):
+    outcome = Outcome({1: {"A": 2.0, STOCK: 1.0}, 32: {"A": 1.0, STOCK: 2.0}})
+    table = Table.read(tmp_path / "kernels.json", "Apple M99")
+    chosen = choose_kernels(tiny(), mx.bfloat16, Chooser(table=table, race=lambda *_: outcome, available=True))
+    assert mixed(chosen).endswith(": 40x64 affine 4/64 1: stock, 2-32: A, and 1 more")
+    same = Chooser(table=table, available=True, consistent=True)
+    assert mixed(choose_kernels(tiny(), mx.bfloat16, same)) is None

@@ -234,7 +234,7 @@ def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int
         raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
     if num_draft_tokens == 0:
         return None, Stats(mode="plain", reason="num_draft_tokens is 0")
-    return drafter, Stats(mode="speculative", reason=policy.reason)
+    return drafter, Stats(mode="speculative", reason=policy.reason or model.kernel_note)
 
 
 def _warn_if_idle(stats: Stats, drafter: Drafter | None, width: int | None) -> None:

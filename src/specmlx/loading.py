@@ -22,7 +22,7 @@ from specmlx.formats.checkpoint import read_config
 from specmlx.hub import download, download_config, is_id
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser
-from specmlx.kernels.linear import choose_kernels
+from specmlx.kernels.linear import choose_kernels, mixed
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import check_target, load_target
@@ -188,7 +188,7 @@ def _choose_kernels(model: Model | AnyLM, consistent: bool) -> None:
     if not on_metal():
         return
     chooser = Chooser(consistent=consistent)
-    choose_kernels(model, model.dtype, chooser)
+    model.kernel_note = mixed(choose_kernels(model, model.dtype, chooser))
     if isinstance(model.draft_model, (BlockDrafter, MTPDrafter)):
         choose_kernels(model.draft_model.model, model.dtype, chooser)
 

@@ -94,6 +94,16 @@ def choose_kernels(
     return chosen
 
 
+def mixed(chosen: dict[str, Choice]) -> str | None:
+    """One line on choices that differ by the number of rows; None if a row has one kernel in every pass."""
+    different = {shape: choice for shape, choice in chosen.items() if len(set(choice.by_rows)) > 1}
+    if not different:
+        return None
+    shape, choice = next(iter(different.items()))
+    more = f", and {len(different) - 1} more" if len(different) > 1 else ""
+    return f"kernels by number of rows, which may round differently (consistent=True: one): {shape} {choice}{more}"
+
+
 def _supported(layer: nn.Module, dtype: mx.Dtype) -> bool:
     K = layer.weight.shape[-1] * 32 // layer.bits
     x = mx.zeros((1, K), dtype)

@@ -12,7 +12,8 @@ class Stats:
     accept_histogram: rounds by how many drafted tokens they delivered, index 0..width.
     context: sum over rounds of the rows that were in the state before each round's own (keys are read up to there).
     draft_passes: rounds with a proposal.
-    mode: "speculative" or "plain"; reason: why it is plain, or why rows are handled one by one.
+    mode: "speculative" or "plain"; reason: why it is plain, why rows are handled one by one, or which kernels differ by
+        the number of rows.
     """
 
     mode: str = "plain"

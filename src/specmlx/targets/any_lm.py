@@ -47,6 +47,8 @@ class AnyLM(nn.Module):
         self._drafting = Drafting()
         # Where its files are, if it was loaded.
         self.directory: Path | None = None
+        # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
+        self.kernel_note: str | None = None
 
     @cached_property
     def fingerprint(self) -> str:

@@ -88,6 +88,8 @@ class Model(nn.Module):
         self.language_model = TextModel(config)
         # Where its files are, if it was loaded: an MTP head is among them.
         self.directory: Path | None = None
+        # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
+        self.kernel_note: str | None = None
         self._drafting = Drafting()
 
     def attach(self, drafter: Drafter | None, reason: str | None = None) -> None:
