@@ -264,6 +264,10 @@ def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
     limits = rope.get("original_max_position_embeddings"), config.get("max_position_embeddings")
     if kind == "yarn" and not any(limits):
         raise ValueError("rope_type 'yarn' needs original_max_position_embeddings, config.json has none")
+    positive = {name: rope.get(name) for name in ("beta_fast", "beta_slow", "original_max_position_embeddings")}
+    positive |= {"rope_theta": theta - 1, "max_position_embeddings": limits[1]}
+    if wrong := [name for name, value in positive.items() if value is not None and value <= 0]:
+        raise ValueError(f"config.json's {wrong[0]} is too small for a rope")
     return rope, float(theta)
 
 
