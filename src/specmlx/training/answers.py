@@ -1,0 +1,130 @@
+"""Online distillation: the target answers the prompts itself, a pool at a time; only token ids are kept."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from specmlx.batch import Jobs
+from specmlx.speculation.sampling import make_sampler
+from specmlx.training.dataset import Row
+
+# An answer of this many tokens or more that repeats itself teaches a drafter nothing but loops.
+LOOP_LENGTH, DISTINCT = 24, 0.5
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A prompt with the target's answer: ids, and where the answer begins (0 for a text that is learned as it is)."""
+
+    ids: list[int]
+    start: int
+
+    def weights(self) -> np.ndarray:
+        """`[L]` float32 for ids `[L + 1]`: 1 where the token after a position belongs to the answer."""
+        return (np.arange(1, len(self.ids)) >= self.start).astype(np.float32)
+
+
+def distinct_3grams(tokens: Sequence[int]) -> float:
+    """Share of a text's token 3-grams that are distinct; 1 for a text of fewer than three tokens."""
+    grams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
+    return len(set(grams)) / len(grams) if grams else 1.0
+
+
+class Answers:
+    """The target's answers to rows, each made once, and read back from `path` by a run that goes on.
+
+    An answer depends on its row and the settings alone: greedy, or with a seed that comes from `seed` and the row.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        path: Path,
+        *,
+        max_tokens: int,
+        max_length: int,
+        temp: float = 0.0,
+        seed: int = 0,
+        max_lanes: int = 16,
+    ):
+        self.jobs = Jobs(model, tokenizer, draft_model=None)
+        self.path = path
+        self.max_tokens, self.max_length = max_tokens, max_length
+        self.sampler = make_sampler(temp) if temp else None
+        self.seed, self.max_lanes = seed, max_lanes
+        self.seconds = 0.0
+        self._known: dict[str, Dialogue | None] = dict(_read(path))
+
+    def of(self, rows: Sequence[Row]) -> list[Dialogue]:
+        """The sequences of rows, without those that loop or leave no room for an answer; new ones are made together."""
+        new = [row for row in rows if row.key not in self._known]
+        if new:
+            made = self._make(new)
+            with self.path.open("a") as file:
+                for row, sequence in zip(new, made, strict=True):
+                    kept = {} if sequence is None else {"ids": sequence.ids, "start": sequence.start}
+                    file.write(json.dumps({"key": row.key, **kept}) + "\n")
+                    self._known[row.key] = sequence
+                file.flush()
+                os.fsync(file.fileno())
+        found = (self._known[row.key] for row in rows)
+        return [sequence for sequence in found if sequence is not None]
+
+    def _make(self, rows: Sequence[Row]) -> list[Dialogue | None]:
+        scheduler = self.jobs.scheduler(max_lanes=self.max_lanes)
+        prompts = [row.ids(self.jobs.tokenizer) for row in rows]
+        answers: list[list[int]] = [[] for _ in rows]
+        failures: list[Exception] = []
+        for row, prompt, answer in zip(rows, prompts, answers, strict=True):
+            room = min(self.max_tokens, self.max_length + 1 - len(prompt))
+            if row.text is not None or room < 1:
+                continue
+            scheduler.add(
+                self.jobs.new(
+                    prompt,
+                    room,
+                    seed=(self.seed << 64) + int(row.key, 16) if self.sampler else None,
+                    sampler=self.sampler,
+                    emit=lambda response, answer=answer: answer.append(response.token),
+                    done=lambda error: failures.append(error) if error else None,
+                )
+            )
+        while not scheduler.idle:
+            scheduler.fill()
+            scheduler.step()
+        mx.clear_cache()
+        if failures:
+            raise failures[0]
+        return [self._sequence(*made) for made in zip(rows, prompts, answers, strict=True)]
+
+    def _sequence(self, row: Row, prompt: list[int], answer: list[int]) -> Dialogue | None:
+        if row.text is not None:
+            ids = prompt[: self.max_length + 1]
+            return Dialogue(ids, 0) if len(ids) > 2 else None
+        looping = len(answer) >= LOOP_LENGTH and distinct_3grams(answer) < DISTINCT
+        return None if looping or not answer else Dialogue(prompt + answer, len(prompt))
+
+
+def _read(path: Path):
+    """(key, sequence) of every whole line; a line that a crash cut short is dropped from the file."""
+    if not path.exists():
+        return
+    whole = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                fields = json.loads(line)
+            except ValueError:
+                break
+            if not line.endswith(b"\n"):
+                break
+            whole += len(line)
+            yield fields["key"], Dialogue(fields["ids"], fields["start"]) if "ids" in fields else None
+    os.truncate(path, whole)

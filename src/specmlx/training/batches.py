@@ -1,0 +1,87 @@
+"""Which sequences a step learns from: a function of the step, the seed and the answers, and of nothing else."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from specmlx.kernels.gated_delta import GRID
+from specmlx.training.answers import Answers, Dialogue
+from specmlx.training.dataset import Row
+from specmlx.training.drafter import sample_anchors
+
+
+class Batches:
+    """Rows are answered a pool at a time, in another order each epoch, and each pool is learned `repeats` times.
+
+    Of a batch all sequences are about as long; they are padded on the right to the longest, rounded up to 64.
+    """
+
+    def __init__(
+        self,
+        answers: Answers,
+        rows: Sequence[Row],
+        *,
+        batch_size: int,
+        anchors: int,
+        seed: int = 0,
+        pool: int = 64,
+        repeats: int = 2,
+    ):
+        self.answers, self.rows = answers, list(rows)
+        self.batch_size, self.anchors, self.seed = batch_size, anchors, seed
+        self.pool, self.repeats = max(pool, batch_size), repeats
+        # The first step of each visit to a pool, and what is learned in it.
+        self._firsts: list[int] = [0]
+        self._visits: list[list[list[Dialogue]]] = []
+
+    def __call__(self, step: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Tokens `[B, L + 1]` int32, weights `[B, L]` float32 and anchors `[B, N]` int32 of a step.
+
+        Raises ValueError where no row of a whole epoch can be learned from.
+        """
+        while self._firsts[-1] <= step:
+            self._visit(len(self._visits))
+        visit = bisect_right(self._firsts, step) - 1
+        batch = self._visits[visit][step - self._firsts[visit]]
+        return arrays(batch, self.anchors, np.random.default_rng([self.seed, 1, step]))
+
+    def _visit(self, number: int) -> None:
+        pools = -(-len(self.rows) // self.pool)
+        turn, pool = divmod(number // self.repeats, pools)
+        order = np.random.default_rng([self.seed, 2, turn]).permutation(len(self.rows))
+        rows = [self.rows[i] for i in order[pool * self.pool : (pool + 1) * self.pool]]
+        batches = batched(self.answers.of(rows), self.batch_size, np.random.default_rng([self.seed, 3, number]))
+        # Only the newest visits are ever asked for again.
+        self._visits.append(batches)
+        if number >= 2:
+            self._visits[number - 2] = []
+        self._firsts.append(self._firsts[-1] + len(batches))
+        if number + 1 >= self.repeats * pools and self._firsts[-1] == 0:
+            raise ValueError("nothing to learn: every answer loops, or no prompt leaves room for one")
+
+
+def batched(dialogues: Sequence[Dialogue], size: int, rng: np.random.Generator) -> list[list[Dialogue]]:
+    """Batches of `size` sequences of about the same length, in random order; the last is filled up with others."""
+    if not dialogues:
+        return []
+    shuffled = [dialogues[i] for i in rng.permutation(len(dialogues))]
+    filled = shuffled + [shuffled[i % len(shuffled)] for i in range(-len(shuffled) % size)]
+    filled.sort(key=lambda dialogue: len(dialogue.ids))
+    batches = [filled[i : i + size] for i in range(0, len(filled), size)]
+    return [batches[i] for i in rng.permutation(len(batches))]
+
+
+def arrays(
+    dialogues: Sequence[Dialogue], anchors: int, rng: np.random.Generator
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Tokens, weights and anchors of a batch; see `Batches`."""
+    longest = max(len(dialogue.ids) for dialogue in dialogues) - 1
+    length = -(-longest // GRID) * GRID
+    tokens = np.zeros((len(dialogues), length + 1), np.int32)
+    weights = np.zeros((len(dialogues), length), np.float32)
+    for row, weight, dialogue in zip(tokens, weights, dialogues, strict=True):
+        row[: len(dialogue.ids)] = dialogue.ids
+        weight[: len(dialogue.ids) - 1] = dialogue.weights()
+    return mx.array(tokens), mx.array(weights), mx.array(sample_anchors(weights, anchors, rng))

@@ -1,0 +1,100 @@
+"""What a new drafter looks like: defaults that fit its target, written as the publishers write theirs."""
+
+from typing import Any
+
+from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK
+from specmlx.targets.config import HybridConfig
+
+KINDS = (DFLASH, DFLASH2, DSPARK)
+ARCHITECTURES = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
+
+
+def drafter_config(
+    target: HybridConfig,
+    kind: str,
+    mask_token_id: int,
+    *,
+    block_size: int = 8,
+    layers: int | None = None,
+    taps: tuple[int, ...] | None = None,
+    window: int | None = None,
+) -> dict[str, Any]:
+    """A config.json for a drafter of `kind`, with nothing left to a reader's defaults.
+
+    layers: 5 for targets of 24 layers and more (as z-lab's), else 2. taps: layers whose outputs are tapped, by default
+    as many as `layers` and at least 3, spread evenly from the second on; never the last. window: rows that every layer
+    sees; None is all. Raises ValueError for a kind, block, layer count, window or taps that can't be.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
+    depth = target.num_hidden_layers
+    layers = layers or (5 if depth >= 24 else 2)
+    taps = default_taps(depth, max(layers, 3)) if taps is None else taps
+    for name, value, least in (("block_size", block_size, 2), ("layers", layers, 1), ("window", window, 1)):
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}: it must be at least {least}")
+    if bad := [tap for tap in taps if not 0 <= tap < depth - 1]:
+        raise ValueError(f"tap {bad[0]} can't be used: the target's layers are 0 to {depth - 1}, the last is no tap")
+    hidden = target.hidden_size
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": "qwen3",
+        "hidden_size": hidden,
+        "intermediate_size": target.intermediate_size or 3 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": target.num_attention_heads,
+        "num_key_value_heads": target.num_key_value_heads,
+        "head_dim": target.head_dim,
+        "rms_norm_eps": target.rms_norm_eps,
+        "vocab_size": target.vocab_size,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rope_theta": target.rope_parameters.get("rope_theta", 10000.0),
+        "num_target_layers": depth,
+        "block_size": block_size,
+        "is_causal": False,
+        "layer_types": ["full_attention" if window is None else "sliding_attention"] * layers,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+    named = {"target_layer_ids": list(taps), "mask_token_id": mask_token_id}
+    if kind == DSPARK:
+        return (
+            config
+            | named
+            | {
+                "markov_rank": min(256, max(16, hidden // 4)),
+                "markov_head_type": "vanilla",
+                "enable_confidence_head": True,
+                "confidence_head_with_markov": True,
+            }
+        )
+    if kind == DFLASH2:
+        named |= {
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": min(256, max(16, hidden // 4)),
+            "selector_top_k": 16,
+        }
+    return config | {"dflash_config": named}
+
+
+def default_taps(depth: int, count: int) -> tuple[int, ...]:
+    """`count` layers spread evenly from the second to the third from the end (z-lab's DFlash configs)."""
+    last = max(depth - 3, 1) if depth > 4 else max(depth - 2, 0)
+    first = min(1, last)
+    spread = [round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)]
+    return tuple(dict.fromkeys(spread))
+
+
+def mask_token(tokenizer: Any, vocab_size: int) -> int:
+    """An ordinary row of the embedding that no text uses: one behind the tokenizer's own, else a special token's."""
+    own = len(tokenizer)
+    if own < vocab_size:
+        return own
+    special = sorted(set(tokenizer.all_special_ids))
+    for name in ("<|mask|>", "[MASK]", "<mask>"):
+        if (found := tokenizer.get_vocab().get(name)) is not None:
+            return found
+    if special:
+        return special[-1]
+    raise ValueError("the tokenizer has no token for the mask: give --mask-token-id an id that no text uses")
