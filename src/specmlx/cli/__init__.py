@@ -19,6 +19,7 @@ _COMMANDS = (
     "convert",
     "cache",
     "parity",
+    "train",
     "roofline",
     "kernels",
     "doctor",

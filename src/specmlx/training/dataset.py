@@ -108,3 +108,23 @@ def _text(fields: dict[str, Any], name: str) -> str:
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{name} must be a text that is not empty")
     return text
+
+
+def find_rows(data: str) -> list[Row]:
+    """The rows of a file, or of the *.jsonl files of a Hub dataset. Raises ValueError where there are none."""
+    if Path(data).exists():
+        return read_rows(data)
+    if data.count("/") != 1 or data.startswith((".", "/", "~")):
+        raise ValueError(f"no such file: {data} (nor is it a Hub dataset like owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(data, repo_type="dataset", allow_patterns=["*.jsonl"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ValueError(f"can't get the dataset {data}: {' '.join(str(error).split())[:200]}") from None
+    files = sorted(folder.rglob("*.jsonl"))
+    if not files:
+        raise ValueError(f"the dataset {data} has no *.jsonl files: convert it to lines of JSON with {_FORMS}")
+    rows = {row.key: row for file in files for row in read_rows(file)}
+    return list(rows.values())

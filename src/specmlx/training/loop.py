@@ -1,6 +1,7 @@
 """The training loop that targets and drafters share: clipped AdamW steps, a log in JSONL, checkpoints, resume."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+from mlx.utils import tree_map
 
 from specmlx.training.checkpoints import load_checkpoint, save_checkpoint
 
 Batch = tuple[mx.array, ...]
+CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
 
 
 @dataclass(frozen=True)
@@ -45,29 +48,45 @@ def train(
     betas: tuple[float, float] = (0.9, 0.97),
     weight_decay: float = 0.05,
     clip: float = 1.0,
+    accumulate: int = 1,
     checkpoint_every: int = 100,
 ) -> Iterator[dict]:
     """Train `model` in place, from the checkpoint in `directory` where there is one, and yield a record every 10 steps.
 
-    `loss(model, *batch(step))` gives the scalar to lower and figures to log. The batch of a step depends on the step
-    only, so an interrupted run goes on as an uninterrupted one would.
+    `loss(model, *batch(i))` gives the scalar to lower and figures to log; a step's gradient is the mean over the
+    batches i = step × accumulate and so on. A batch depends on its number only, so an interrupted run goes on as an
+    uninterrupted one would. Raises FloatingPointError at a loss or gradient that is not finite: the checkpoint is the
+    last good one.
     """
     optimizer = optim.AdamW(schedule(0), betas=list(betas), weight_decay=weight_decay)
     optimizer.init(model.trainable_parameters())
-    checkpoint, log = directory / "checkpoint.safetensors", directory / "log.jsonl"
+    checkpoint, log = directory / CHECKPOINT, directory / LOG
     first = load_checkpoint(checkpoint, model, optimizer) if checkpoint.exists() else 0
     gradient = nn.value_and_grad(model, loss)
     directory.mkdir(parents=True, exist_ok=True)
-    started, seen = time.perf_counter(), 0
+    _cut_log(log, first)
+    started, seen, saved = time.perf_counter(), 0, first
     for step in range(first, schedule.steps):
         optimizer.learning_rate = schedule(step)
-        arrays = batch(step)
-        (value, figures), gradients = gradient(model, *arrays)
+        gradients = None
+        for part in range(accumulate):
+            arrays = batch(step * accumulate + part)
+            (value, figures), more = gradient(model, *arrays)
+            gradients = more if gradients is None else tree_map(mx.add, gradients, more)
+            mx.eval(gradients, value, figures)
+            seen += arrays[0].size
+        if accumulate > 1:
+            gradients = tree_map(lambda x: x / accumulate, gradients)
         gradients, norm = optim.clip_grad_norm(gradients, clip)
+        if not math.isfinite(value.item()) or not math.isfinite(norm.item()):
+            kept = f"{checkpoint} has step {saved}" if saved else "no checkpoint was written yet"
+            raise FloatingPointError(f"loss {value.item()}, gradient norm {norm.item()} at step {step + 1}: {kept}")
         optimizer.update(model, gradients)
-        mx.eval(model.parameters(), optimizer.state, value, figures, norm)
-        seen += arrays[0].size
-        if (step + 1) % 10 == 0:
+        mx.eval(model.parameters(), optimizer.state)
+        if (step + 1) % checkpoint_every == 0 or step + 1 == schedule.steps:
+            save_checkpoint(checkpoint, step + 1, model, optimizer)
+            saved = step + 1
+        if (step + 1) % 10 == 0 or step + 1 == schedule.steps:
             record = {
                 "step": step + 1,
                 "loss": round(value.item(), 5),
@@ -78,5 +97,20 @@ def train(
             with log.open("a") as file:
                 file.write(json.dumps(record) + "\n")
             yield record
-        if (step + 1) % checkpoint_every == 0 or step + 1 == schedule.steps:
-            save_checkpoint(checkpoint, step + 1, model, optimizer)
+
+
+def _cut_log(log: Path, step: int) -> None:
+    """Take out the records of steps behind the checkpoint, which are run again."""
+    if not log.exists():
+        return
+    lines = log.read_text().splitlines()
+    kept = [line for line in lines if _step(line) <= step]
+    if len(kept) < len(lines):
+        log.write_text("".join(f"{line}\n" for line in kept))
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf

@@ -1,0 +1,155 @@
+"""`specmlx train`: a drafter for the user's own model, from the model itself and a file of prompts."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specmlx.cli import options
+from specmlx.cli.terminal import note, show_status
+
+KINDS = ("dflash", "dflash2", "dspark")
+
+
+def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if value is None else tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r}: it must be layer numbers with commas between, like 1,8,15.") from None
+
+
+@click.command(short_help="Train a drafter for a model.")
+@options.model_options
+@click.option(
+    "--data", required=True, metavar="FILE|HUB_DATASET", help="JSONL: messages, prompt (completion), or text."
+)
+@click.option("--kind", type=click.Choice(KINDS), default=None, help="Kind of drafter; default: --init's, else dspark.")
+@click.option("--init", metavar="PATH_OR_ID", help="A drafter to begin with: the way for a fine-tune.")
+@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder for the drafter.")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps.  [default: 1000]")
+@click.option(
+    "--minutes", type=click.FloatRange(min=0, min_open=True), help="As many steps as fit, instead of --steps."
+)
+@click.option("--resume", is_flag=True, help="Go on with the training in --out.")
+@click.option("--block-size", type=int, default=8, show_default=True, help="Rows that the drafter runs.")
+@click.option("--layers", type=int, help="Of the drafter; default: 5 for targets of 24 and more, else 2.")
+@click.option("--taps", callback=_ids, metavar="I,J,…", help="Target layers whose outputs it sees; default: spread.")
+@click.option("--window", type=int, metavar="N", help="Rows that it looks back; default: all.")
+@click.option("--mask-token-id", type=int, help="A token that no text uses; default: found in the tokenizer.")
+@click.option("--learning-rate", type=float, default=1e-3, show_default=True)
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences in a batch.")
+@click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Batches in a step.")
+@click.option("--anchors", type=click.IntRange(min=1), default=24, show_default=True, help="Blocks of a sequence.")
+@click.option("--max-length", type=click.IntRange(min=8), default=1024, show_default=True, help="Of a sequence.")
+@options.max_tokens_option(256)
+@click.option("--temp", type=float, default=0.0, show_default=True, help="Of the target's answers; 0 is greedy.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curves to a .png or .svg.")
+def train(
+    target: options.ModelFlags,
+    data: str,
+    kind: str | None,
+    init: str | None,
+    out: Path,
+    steps: int | None,
+    minutes: float | None,
+    resume: bool,
+    plot: Path | None,
+    **flags: Any,
+) -> None:
+    """Train a drafter: the target answers the prompts itself, and the drafter learns to guess its answers.
+
+    \b
+    specmlx train --model my-fine-tune --data prompts.jsonl --kind dspark --out my-drafter --steps 2000
+    specmlx generate --model my-fine-tune --draft-model my-drafter --prompt "…"
+    """
+    if steps and minutes:
+        raise click.UsageError("--steps and --minutes can't go together.")
+    from specmlx.training.dataset import find_rows
+
+    rows = find_rows(data)
+    model, tokenizer = target.load("none")
+    from specmlx.training.run import Run
+
+    settings = _settings(model, tokenizer, data, kind, init, steps, minutes, flags)
+    run = Run(model, tokenizer, rows, settings, out, resume)
+    note(
+        f"{settings.kind} drafter, {run.parameters / 1e6:.2f} M parameters; {len(run.learned)} rows to learn from, "
+        f"{len(run.kept)} held out; checkpoints in {run.folder}"
+    )
+    _learn(run, out)
+    from specmlx.training.card import finish
+
+    with options.loading(str(out)):
+        report = finish(run, sys.argv[1:], data)
+    if plot:
+        from specmlx.training.curves import draw
+
+        draw(run.folder, plot)
+    note(report)
+
+
+def _settings(model: Any, tokenizer: Any, data: str, kind: str | None, init: str | None, steps, minutes, flags: dict):
+    from specmlx.drafters.config import DrafterConfig
+    from specmlx.formats.checkpoint import read_config
+    from specmlx.loading import resolve
+    from specmlx.training.geometry import drafter_config, mask_token
+    from specmlx.training.run import Settings
+
+    shape = {name: flags.pop(name) for name in ("block_size", "layers", "taps", "window")}
+    mask = flags.pop("mask_token_id")
+    if init:
+        path = resolve(init)
+        config = read_config(path)
+        if kind and DrafterConfig.from_dict(config).kind != kind:
+            raise click.UsageError(
+                f"--init {init} is a {DrafterConfig.from_dict(config).kind} drafter, not a {kind} one."
+            )
+        init = str(path)
+    else:
+        mask = mask_token(tokenizer, model.vocab_size) if mask is None else mask
+        config = drafter_config(model.config, kind or "dspark", mask, **shape)
+    count = None if minutes else steps or 1000
+    warmup = 50 if minutes else min(50, max(1, count // 5))
+    return Settings(config=config, steps=count, minutes=minutes, init=init, warmup=warmup, data={"path": data}, **flags)
+
+
+def _learn(run: Any, out: Path) -> None:
+    with _terminable():
+        try:
+            for record in run.steps():
+                if record["step"] % 100 == 0 or record["step"] == record["of"]:
+                    record["held_out_tau"] = run.held_out_tau()
+                    note(_line(record))
+                show_status(_line(record))
+        except KeyboardInterrupt:
+            show_status("")
+            note(f"Stopped. Go on with the same command and --resume (checkpoints are in {run.folder}).")
+            raise
+    show_status("")
+
+
+def _line(record: dict) -> str:
+    held_out = f", held-out τ {record['held_out_tau']:.2f}" if "held_out_tau" in record else ""
+    return (
+        f"step {record['step']} of {record['of']}: loss {record['loss']:.4f}, τ {record['tau']:.2f}{held_out}, "
+        f"{record['tokens_per_second']:.0f} tokens/s, {record['peak_memory']:.2f} GB"
+    )
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM ends a training as Ctrl-C does."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

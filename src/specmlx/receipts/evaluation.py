@@ -1,0 +1,121 @@
+"""What a drafter is worth on given prompts: acceptance by slot and category, calibration, the same text or not."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.generation import stream_generate
+
+
+@dataclass
+class Acceptance:
+    """Sums over the prompts of one category.
+
+    histogram: rounds by how many drafted tokens they delivered. identical: prompts whose text is plain decoding's.
+    confidences: (the drafter's own estimate, whether the token was kept) of every slot that the target looked at.
+    """
+
+    prompts: int = 0
+    identical: int = 0
+    tokens: int = 0
+    rounds: int = 0
+    histogram: list[int] = field(default_factory=list)
+    confidences: list[tuple[float, bool]] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a target pass (τ), everything that was delivered counted."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    def slots(self) -> list[float]:
+        """For each slot, how often its token was kept where the slots before it were."""
+        reached = [sum(self.histogram[k:]) for k in range(len(self.histogram) + 1)]
+        return [after / before for before, after in zip(reached, reached[1:], strict=False) if before][:-1]
+
+    def calibration(self, bins: int = 10) -> list[tuple[float, float, int]]:
+        """(mean estimate, share kept, count) of the slots by their estimate, in tenths; empty without estimates."""
+        groups: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+        for estimate, kept in self.confidences:
+            groups[min(int(estimate * bins), bins - 1)].append((estimate, kept))
+        means = ((group, len(group)) for _, group in sorted(groups.items()))
+        return [(sum(e for e, _ in group) / n, sum(k for _, k in group) / n, n) for group, n in means]
+
+    def __iadd__(self, other: "Acceptance") -> "Acceptance":
+        longest = max(len(self.histogram), len(other.histogram))
+        padded = [h + [0] * (longest - len(h)) for h in (self.histogram, other.histogram)]
+        self.histogram = [a + b for a, b in zip(*padded, strict=True)]
+        for name in ("prompts", "identical", "tokens", "rounds", "confidences"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        return self
+
+
+class _Recorder:
+    """A drafter that remembers what it thought of its proposals, in order."""
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.tap_ids, self.max_width = drafter.tap_ids, drafter.max_width
+        self.confidences: list[mx.array | None] = []
+
+    def new_context(self, batch: int = 1, start: int = 0) -> Any:
+        return self.drafter.new_context(batch, start)
+
+    def propose(self, context: Any, anchor: mx.array, width: int, policy: Any) -> Proposal:
+        proposal = self.drafter.propose(context, anchor, width, policy)
+        self.confidences.append(proposal.confidence)
+        return proposal
+
+    def observe(self, context: Any, tokens: mx.array, features: mx.array | None, count: Any) -> None:
+        self.drafter.observe(context, tokens, features, count)
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    drafter: Drafter,
+    prompts: Sequence[list[int]],
+    categories: Sequence[str],
+    *,
+    max_tokens: int = 256,
+    **options: Any,
+) -> Iterator[tuple[str, Acceptance]]:
+    """Answer every prompt plainly and with the drafter at full width; yields each prompt's category and sums.
+
+    Options are `stream_generate`'s; sampling needs a seed, or the two texts have nothing in common.
+    """
+    for prompt, category in zip(prompts, categories, strict=True):
+        plain = [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens, draft_model=None, **options)]
+        recorder, ids, ends = _Recorder(drafter), [], []
+        full = dict(draft_model=recorder, num_draft_tokens=drafter.max_width)
+        for response in stream_generate(model, tokenizer, prompt, max_tokens, **full, **options):
+            ids.append(response.token)
+            if response.stats.rounds > len(ends):
+                ends.append(0)
+            ends[-1] += response.from_draft
+        stats = response.stats
+        yield (
+            category,
+            Acceptance(
+                prompts=1,
+                identical=int(ids == plain),
+                tokens=stats.generation_tokens,
+                rounds=stats.rounds,
+                histogram=list(stats.accept_histogram),
+                confidences=list(_judged(recorder.confidences, ends, drafter.max_width)),
+            ),
+        )
+
+
+def _judged(confidences: list[mx.array | None], ends: list[int], width: int) -> Iterator[tuple[float, bool]]:
+    """Each estimate that the target decided on, with its decision; not of the last round, which may have been cut."""
+    for confidence, kept in zip(confidences, ends[:-1], strict=False):
+        if confidence is None:
+            return
+        estimates = confidence[0].tolist()
+        yield from ((estimates[k], True) for k in range(min(kept, len(estimates))))
+        if kept < min(width, len(estimates)):
+            yield estimates[kept], False

@@ -1,0 +1,200 @@
+"""One training of a drafter in a folder of its own: begun, interrupted, gone on with, finished."""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.checkpoint import build, load_drafter
+from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig
+from specmlx.drafters.pairing import check_pair
+from specmlx.formats.atomic import write_atomically
+from specmlx.formats.checkpoint import save_atomically
+from specmlx.training.answers import Answers
+from specmlx.training.batches import Batches, arrays, batched
+from specmlx.training.dataset import Row
+from specmlx.training.drafter import DraftLoss, draft_loss
+from specmlx.training.loop import Schedule, train
+
+FOLDER, SETTINGS, ANSWERS = "training", "run.json", "answers.jsonl"
+# Half cross-entropy with the target's distribution, half distance: what the demo's drafters learned best with.
+LOSSES = {
+    DFLASH: DraftLoss(soft=0.5, l1=0.5),
+    DFLASH2: DraftLoss(soft=0.5, l1=0.5, selector=1.0),
+    DSPARK: DraftLoss(soft=0.5, l1=0.5, confidence=0.1),
+}
+# Steps after which the number that fits into the minutes is fixed; below the warm-up, so that the rate is the same.
+CALIBRATION = 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the weights depend on, the data and the target apart; lengths in tokens, rates per step.
+
+    steps: None until `minutes` have been turned into steps. config: the drafter's config.json.
+    """
+
+    config: dict[str, Any]
+    steps: int | None = 1000
+    minutes: float | None = None
+    init: str | None = None
+    learning_rate: float = 1e-3
+    warmup: int = 50
+    batch_size: int = 8
+    accumulate: int = 1
+    anchors: int = 24
+    max_length: int = 1024
+    max_tokens: int = 256
+    temp: float = 0.0
+    pool: int = 64
+    repeats: int = 2
+    seed: int = 0
+    checkpoint_every: int = 100
+    data: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        return DrafterConfig.from_dict(self.config).kind
+
+
+class Run:
+    """A drafter that learns a target's own answers to rows, in `out`/training; the finished drafter goes to `out`.
+
+    Raises ValueError, before anything is written, for a folder that holds another run (or a run, without `resume`), a
+    drafter that does not fit, rows without a prompt to learn from, and a disk too small for the checkpoint.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, rows: Sequence[Row], settings: Settings, out: Path, resume: bool = False
+    ):
+        self.out, self.folder = out, out / FOLDER
+        self.model, self.tokenizer = model, tokenizer
+        self.settings = self._opened(settings, resume)
+        self.learned = [row for row in rows if not row.held_out]
+        self.kept = [row for row in rows if row.held_out] or list(rows[:1])
+        if not self.learned:
+            raise ValueError("all rows are held out: give more rows to learn from")
+        self.drafter = self._drafter()
+        self._room()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._write(self.settings)
+        s = self.settings
+        self.answers = Answers(
+            model,
+            tokenizer,
+            self.folder / ANSWERS,
+            max_tokens=s.max_tokens,
+            max_length=s.max_length,
+            temp=s.temp,
+            seed=s.seed,
+        )
+        self.batches = Batches(
+            self.answers,
+            self.learned,
+            batch_size=s.batch_size,
+            anchors=s.anchors,
+            seed=s.seed,
+            pool=s.pool,
+            repeats=s.repeats,
+        )
+        self.loss = draft_loss(self.drafter, model, LOSSES[s.kind])
+
+    @property
+    def parameters(self) -> int:
+        return sum(x.size for _, x in tree_flatten(self.drafter.model.parameters()))
+
+    def steps(self) -> Iterator[dict]:
+        """Train, and yield a record every 10 steps: step, of, loss, tau, tokens_per_second, peak_memory (GB)."""
+        s = self.settings
+        if s.steps is None:
+            clock = time.perf_counter()
+            yield from self._train(CALIBRATION)
+            seconds = max(time.perf_counter() - clock, 1e-9)
+            self.settings = s = replace(s, steps=max(CALIBRATION, round(s.minutes * 60 / seconds * CALIBRATION)))
+            self._write(s)
+        yield from self._train(s.steps)
+
+    def held_out_tau(self, most: int = 32) -> float:
+        """Teacher-forced τ on rows that are not learned: 1 plus the mean count of leading slots that are right."""
+        dialogues = self.answers.of(self.kept[:most])
+        if not dialogues:
+            return 1.0
+        rng = np.random.default_rng([self.settings.seed, 4])
+        batches = batched(dialogues, min(self.settings.batch_size, len(dialogues)), rng)
+        found = [self.loss(self.drafter.model, *arrays(b, self.settings.anchors, rng))[1]["tau"] for b in batches]
+        return mx.mean(mx.stack(found)).item()
+
+    def save(self, files: dict[str, str]) -> None:
+        """Write the drafter to `out` (float32 weights, config.json), and text files beside it; each atomically."""
+        weights = dict(tree_flatten(self.drafter.model.parameters()))
+        save_atomically(self.out / "model.safetensors", weights, {"format": "mlx"})
+        for name, text in {"config.json": json.dumps(self.settings.config, indent=2) + "\n", **files}.items():
+            _replace(self.out / name, text)
+
+    def _train(self, steps: int) -> Iterator[dict]:
+        s = self.settings
+        schedule = Schedule(s.learning_rate, steps, warmup=s.warmup, constant=0.2)
+        records = train(
+            self.drafter.model,
+            self.loss,
+            self.batches,
+            schedule,
+            self.folder,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+            accumulate=s.accumulate,
+            checkpoint_every=s.checkpoint_every,
+        )
+        for record in records:
+            yield record | {"of": s.steps or steps, "peak_memory": round(mx.get_peak_memory() / 1e9, 3)}
+
+    def _opened(self, settings: Settings, resume: bool) -> Settings:
+        path = self.folder / SETTINGS
+        if not path.exists():
+            if resume:
+                raise ValueError(f"{self.out} holds no training to go on with: leave --resume out")
+            if self.out.exists() and any(self.out.iterdir()):
+                raise ValueError(f"{self.out} exists and is not empty: choose another --out")
+            return settings
+        if not resume:
+            raise ValueError(f"{self.out} holds a training: --resume goes on with it, or choose another --out")
+        before = Settings(**json.loads(path.read_text()))
+        for name, value in asdict(settings).items():
+            if name not in ("steps", "config") and value != getattr(before, name):
+                was = getattr(before, name)
+                raise ValueError(f"{name} is {value!r}, but the training in {self.out} has {was!r}: it can't change")
+        return before
+
+    def _drafter(self) -> BlockDrafter:
+        s = self.settings
+        if reasons := check_pair(s.config, self.model.config):
+            raise ValueError(f"such a drafter can't serve this target: {'; '.join(map(str, reasons))}")
+        if s.init:
+            return load_drafter(s.init, self.model, mx.float32)
+        mx.random.seed(s.seed)
+        drafter = build(DrafterConfig.from_dict(s.config), self.model)
+        mx.eval(drafter.model.parameters())
+        return drafter
+
+    def _room(self) -> None:
+        # Weights, two moments, twice while the old file is still there; and the drafter itself.
+        need = self.parameters * 4 * 7
+        place = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
+        if (free := shutil.disk_usage(place).free) < need:
+            raise ValueError(f"{place} has {free / 1e9:.2f} GB free: checkpoints need {need / 1e9:.2f} GB")
+
+    def _write(self, settings: Settings) -> None:
+        _replace(self.folder / SETTINGS, json.dumps(asdict(settings), indent=2) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, [text.encode()])
