@@ -1,0 +1,188 @@
+"""How many tokens to propose: the width that delivers most tokens a second, by what rounds have cost and kept so far.
+
+A decision depends on earlier rounds only, never on a token of the proposal that it cuts, so sampling stays exact.
+"""
+
+import math
+from collections.abc import Sequence
+
+from specmlx.speculation.costs import Costs
+
+# Another width has to promise this much more before it is taken, since estimates are noisy.
+HYSTERESIS = 1.04
+# Below this times plain decoding's speed, a width is left for it.
+WORTHWHILE = 1.02
+# What trying other widths may cost, as a share of all the work, and how many plain rounds' work is lent for a start.
+CALIBRATION, LENT = 0.02, 50
+# Rounds after which plain decoding is measured again while drafting gains less than `SURE` times.
+STALE, SURE = 48, 1.3
+# How likely a slot is thought to survive before anything is known of it.
+PRIOR = 0.7
+# The same where drafting is tried again after it did not pay.
+HOPE = 0.85
+# Rounds of plain decoding before drafting is tried again: the first wait, doubled up to the last.
+FIRST_WAIT, LAST_WAIT = 8, 64
+
+
+def expected_tokens(survival: Sequence[float], width: int) -> float:
+    """Tokens that a round of `width` delivers: 1 + s1 + s1 s2 + …, s_k being the chance that slot k survives."""
+    tokens, kept = 1.0, 1.0
+    for chance in survival[:width]:
+        kept *= chance
+        tokens += kept
+    return tokens
+
+
+def best_width(seconds: Sequence[float], survival: Sequence[float], current: int = 0) -> int:
+    """The width of most tokens a second: `current` unless another promises `HYSTERESIS` times as many, or 0 as many.
+
+    `seconds` is what a round of each width 0..W takes, `survival` the slots' chances s1..sW.
+    """
+    rates = [expected_tokens(survival, width) / each for width, each in enumerate(seconds)]
+    best = max(range(len(rates)), key=rates.__getitem__)
+    if rates[best] > HYSTERESIS * rates[current]:
+        return best
+    return current if rates[current] > WORTHWHILE * rates[0] else 0
+
+
+class Survival:
+    """Running estimates of each slot's chance to survive, given that the slots before it did.
+
+    Two memories, of about 50 and of about 5 trials. The short one replaces the long one where the first slot's chance
+    has changed by more than noise does.
+    """
+
+    def __init__(self, most: int, prior: float = PRIOR):
+        self.prior = prior
+        self._long = [(0.0, 0.0)] * most
+        self._short = [(0.0, 0.0)] * most
+
+    def observe(self, width: int, accepted: int) -> None:
+        """A round of `width` kept `accepted` of its tokens."""
+        for slot in range(min(accepted + 1, width)):
+            survived = slot < accepted
+            self._long[slot] = _decayed(self._long[slot], 0.98, survived)
+            self._short[slot] = _decayed(self._short[slot], 0.8, survived)
+        if width and self._changed():
+            self._long = list(self._short)
+
+    def forget(self) -> None:
+        """Let what comes next weigh as much as all that was."""
+        self._long = self._short = [(n and 1.0, n and kept / n) for n, kept in self._long]
+
+    def estimates(self) -> list[float]:
+        """s1..sW; a slot that was seldom reached leans on the one before it."""
+        found, before = [], self.prior
+        for n, kept in self._long:
+            before = (kept + before) / (n + 1)
+            found.append(before)
+        return found
+
+    def _changed(self) -> bool:
+        (n, kept), (trials, survived) = self._long[0], self._short[0]
+        chance = (kept + self.prior) / (n + 1)
+        noise = (chance * (1 - chance) / trials + 0.02) ** 0.5
+        return n > 8 and abs(survived / trials - chance) > 3 * noise
+
+
+class AutoWidth:
+    """Chooses each round's width 0..most, and learns from what becomes of it.
+
+    Plain decoding is measured first, then wider and wider rounds, as long as they may pay and trying them takes no more
+    than `CALIBRATION` of the work; `costs` may be known from before. Where width 0 is best, drafting is tried again
+    after a while, after a longer one each time.
+    """
+
+    def __init__(self, most: int, costs: Costs):
+        self.most = most
+        self.costs = costs
+        self.survival = Survival(most)
+        self.current: int | None = None
+        self._work = 0.0
+        self._spent = 0.0
+        self._wait, self._waited = FIRST_WAIT, 0
+        self._since_plain = 0
+        # Widths that are tried in the next rounds, and those under way.
+        self._next: list[int] = []
+        self._trying: list[int] = []
+
+    def choose(self) -> int:
+        """The next round's width. Of rounds that are under way, nothing is known yet."""
+        if not self.costs.known(0):
+            return 0
+        seconds = self.costs.seconds(self.most)
+        survival = self.survival.estimates()
+        known = [width for width in range(self.most + 1) if self.costs.known(width)]
+        measured = [seconds[width] if width in known else math.inf for width in range(self.most + 1)]
+        self.current = best_width(measured, survival, self.current if self.current in known else 0)
+        self._waited = self._waited + 1 if self.current == 0 else 0
+        self._since_plain += 1
+        if not self._next and not self._trying:
+            self._next = self._trial(known, seconds, measured, survival)
+        if not self._next:
+            return self.current
+        self._trying.append(self._next.pop())
+        return self._trying[-1]
+
+    def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+        """A round of `width` kept `accepted` tokens and took `seconds` (None where that is unknown)."""
+        self.survival.observe(width, accepted)
+        tried = width in self._trying
+        if tried:
+            self._trying.remove(width)
+        if width == 0:
+            self._since_plain = 0
+        if seconds is None:
+            return
+        self._work += seconds
+        self.costs.observe(width, seconds)
+        if tried and self.costs.known(0):
+            self._spent += max(0.0, seconds - (accepted + 1) * self.costs.seconds(0)[0])
+
+    def _trial(self, known, seconds, measured, survival) -> list[int]:
+        """Widths to try in the next rounds: one that was never measured, drafting again, or plain decoding again."""
+        new = self._untried(known, seconds, survival)
+        if new is not None:
+            # Its first round won't be measured.
+            return [new] * (1 if self.costs.begun(new) else 2)
+        if self.current == 0:
+            again = self._retried(measured) if self._waited > self._wait else None
+            return [] if again is None else [again] * 3
+        self._wait = FIRST_WAIT
+        gain = expected_tokens(survival, self.current) / seconds[self.current] * seconds[0]
+        return [0] if self._since_plain > STALE and gain < SURE else []
+
+    def _untried(self, known: list[int], seconds: list[float], survival: list[float]) -> int | None:
+        """A width that was not measured and would pay, if it takes less than those about it let expect: costs may go in
+        steps. Next to a known width no more than that one, else half-way.
+        """
+        rate = HYSTERESIS * max(expected_tokens(survival, width) / seconds[width] for width in known)
+        widest = known[-1]
+        hopeful = []
+        for width in range(1, min(self.most, 2 * widest + 1) + 1):
+            if width in known:
+                continue
+            below = max(w for w in known if w < width)
+            least = seconds[below] if below == width - 1 else (seconds[below] + seconds[width]) / 2
+            promise = expected_tokens(survival, width) / least
+            if promise > rate and self._affords(seconds[width], expected_tokens(survival, width)):
+                hopeful.append((promise, width))
+        return max(hopeful)[1] if hopeful else None
+
+    def _retried(self, measured: list[float]) -> int | None:
+        """Drafting once more, where it would pay if it were good again."""
+        width = best_width(measured, [HOPE] * self.most)
+        if not width or not self._affords(3 * measured[width], 3.0):
+            return None
+        self._wait, self._waited = min(2 * self._wait, LAST_WAIT), 0
+        self.survival.forget()
+        return width
+
+    def _affords(self, seconds: float, tokens: float) -> bool:
+        loss = max(0.0, seconds - tokens * self.costs.seconds(0)[0])
+        return self._spent + loss <= CALIBRATION * (self._work + LENT * self.costs.seconds(0)[0])
+
+
+def _decayed(memory: tuple[float, float], decay: float, survived: bool) -> tuple[float, float]:
+    n, kept = memory
+    return n * decay + 1, kept * decay + survived
