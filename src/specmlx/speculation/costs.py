@@ -1,7 +1,11 @@
 """What a round takes by its width, on this machine with this model."""
 
+import contextlib
+import json
 import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 # A round that takes longer than this times what was expected tells little more than that: something else was running.
 _OUTLIER = 2.0
@@ -65,3 +69,32 @@ class Costs:
             return self._shape[below]
         slope = (self._shape[known[-1]] - self._shape[known[-2]]) / (known[-1] - known[-2])
         return self._shape[below] + max(0.0, slope) * (width - below)
+
+
+def cache_directory() -> Path:
+    """Where what was measured on this machine is kept: $SPECMLX_CACHE, else specmlx in the user's cache directory."""
+    if own := os.environ.get("SPECMLX_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specmlx"
+
+
+def load(file: Path) -> Costs:
+    """What an earlier process measured; nothing where the file is missing or is no table of seconds."""
+    try:
+        seconds = {int(width): float(each) for width, each in json.loads(file.read_text())["seconds"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Costs()
+    fine = all(width >= 0 and 0 < each < math.inf for width, each in seconds.items())
+    return Costs(seconds) if fine else Costs()
+
+
+def save(file: Path, costs: Costs) -> None:
+    """Keep the table for later processes, as far as the file can be written: nothing depends on it."""
+    if not costs.table():
+        return
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all, where two processes write it.
+        new = file.with_name(f"{file.name}.{os.getpid()}")
+        new.write_text(json.dumps({"seconds": costs.table()}))
+        new.replace(file)

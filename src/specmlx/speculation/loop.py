@@ -13,6 +13,7 @@ from specmlx.speculation.policy import Policy
 from specmlx.speculation.prefill import Prefiller, prefill
 from specmlx.speculation.round import Round, Verifier, issue
 from specmlx.speculation.stats import Stats
+from specmlx.speculation.width import FixedWidth, Widths
 from specmlx.state.conversation import Conversation
 
 # Rounds between two emptyings of mlx's buffer cache, which grows with every new attention length.
@@ -39,7 +40,7 @@ def generate_tokens(
     prompt: Sequence[int],
     policy: Policy,
     drafter: Drafter | None = None,
-    width: int | None = None,
+    width: int | Widths | None = None,
     *,
     stop_tokens: Collection[int] = (),
     max_tokens: int = -1,
@@ -54,6 +55,8 @@ def generate_tokens(
 ) -> Iterator[Token]:
     """Tokens that continue the conversation after `prompt`, `width` drafted ones verified in each pass over the target.
 
+    `width` is a number, None for the drafter's most, or what chooses round by round (see `speculation.width`).
+
     Whenever a token has left, the conversation holds exactly what the user was given, so it may be dropped there and
     taken over by another request. `cached` are ids of the prompt that the conversation holds already: logits processors
     see them too. Prefill calls `at_mark` once it has as many rows as one of `marks` says (on the grid).
@@ -66,7 +69,7 @@ def generate_tokens(
         raise ValueError("the prompt is empty: give at least one token")
     if max_tokens == 0:
         raise ValueError("max_tokens is 0: it must be at least 1, or -1 for no limit")
-    width = _checked_width(width, drafter)
+    widths = _widths(width, drafter)
     stats = Stats() if stats is None else stats
     owner = conversation.claim() if owner is None else owner
     clock = time.perf_counter()
@@ -83,17 +86,17 @@ def generate_tokens(
 
     looks_ahead = lookahead and conversation.states.looks_ahead and not policy.sequential
 
-    def left(given: int, room: int | None = None) -> int:
+    def left(width: int, given: int, room: int | None = None) -> int:
         """The width of a round behind so many tokens, whose pass has no more rows than there is `room` for."""
         most = width if max_tokens < 0 else min(width, max_tokens - given - 1)
         return most if room is None else min(most, room - 1)
 
-    def following(round: Round) -> Round | Exception | None:
+    def following(round: Round, width: int) -> Round | Exception | None:
         """The next round, if it is known before this one is read. What it raises has to wait for this one's tokens."""
-        if not looks_ahead or left(stats.generation_tokens + round.width + 1) != width:
+        if not looks_ahead or left(width, stats.generation_tokens + round.width + 1) != width:
             return None
         room = conversation.states.room
-        if room is not None and room < 2 * (width + 1):
+        if room is not None and room < round.width + width + 2:
             return None
         try:
             return issue(target, conversation, policy, drafter, width, history, after=round)
@@ -102,15 +105,19 @@ def generate_tokens(
                 raise
             return error
 
-    ahead = None
+    ahead, width, read_at, reason = None, widths.choose(), None, stats.reason
     while True:
         conversation.check(owner)
-        width_now = left(stats.generation_tokens, conversation.states.room)
+        width_now = left(width, stats.generation_tokens, conversation.states.room)
         round = ahead or issue(target, conversation, policy, drafter, width_now, history, stop_tokens)
-        ahead = following(round)
+        width = widths.choose()
+        ahead = following(round, width)
         (read,) = round.read(conversation.states)
         given, accepted, bad_rows = read.tokens(target.vocab_size), read.accepted, read.bad_rows
+        before, read_at = read_at, time.perf_counter()
+        widths.observed(round.width, accepted, before and read_at - before)
         stats.begin_round(round.width, context=len(conversation.processed))
+        stats.reason = widths.reason or reason
 
         for n, token in enumerate(given):
             if bad_rows[n]:
@@ -132,18 +139,18 @@ def generate_tokens(
         if isinstance(ahead, Exception):
             raise ahead
         if ahead:
-            observe(conversation, drafter)
+            observe(conversation, drafter, later=True)
             conversation.states.open(ahead.verified)
         if stats.rounds % _CLEAR_EVERY == 0:
             mx.clear_cache()
 
 
-def _checked_width(width: int | None, drafter: Drafter | None) -> int:
+def _widths(width: int | Widths | None, drafter: Drafter | None) -> Widths:
     most = drafter.max_width if drafter else 0
-    width = most if width is None else width
-    if not 0 <= width <= most:
-        raise ValueError(f"num_draft_tokens is {width}: this drafter proposes 0 to {most}")
-    return width
+    widths = FixedWidth(width) if isinstance(width, int) else width or FixedWidth(most)
+    if not 0 <= widths.most <= most:
+        raise ValueError(f"num_draft_tokens is {widths.most}: this drafter proposes 0 to {most}")
+    return widths
 
 
 def finish_reason(token: int, stop_tokens: Collection[int], given: int, max_tokens: int) -> str | None:

@@ -95,10 +95,10 @@ def issue(
     """
     states, position = conversation.states, len(conversation.processed) + 1
     if after is None:
-        observe(conversation, drafter)
+        observe(conversation, drafter, later=width == 0)
         anchor = mx.array([conversation.pending], dtype=mx.int32)
     else:
-        if drafter:
+        if width:
             observe_ahead(conversation, after.observable, after.count)
         states, position, anchor = states.ahead(after.count), position + after.count, after.outcome.next_anchor
     if policy.processors:

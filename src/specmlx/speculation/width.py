@@ -5,6 +5,7 @@ A decision depends on earlier rounds only, never on a token of the proposal that
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 from specmlx.speculation.costs import Costs
 
@@ -43,6 +44,37 @@ def best_width(seconds: Sequence[float], survival: Sequence[float], current: int
     if rates[best] > HYSTERESIS * rates[current]:
         return best
     return current if rates[current] > WORTHWHILE * rates[0] else 0
+
+
+class Widths(Protocol):
+    """What chooses the width of each round, 0..most.
+
+    reason: why the rounds are narrower than they could be, in one line; None where they are not.
+    """
+
+    most: int
+    reason: str | None
+
+    def choose(self) -> int:
+        """The next round's width. Of rounds that are under way, nothing is known yet."""
+
+    def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+        """A round of `width` kept `accepted` tokens and took `seconds` (None where that is unknown)."""
+
+
+class FixedWidth:
+    """The same width in every round."""
+
+    reason = None
+
+    def __init__(self, most: int):
+        self.most = most
+
+    def choose(self) -> int:
+        return self.most
+
+    def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+        pass
 
 
 class Survival:
@@ -106,8 +138,17 @@ class AutoWidth:
         self._next: list[int] = []
         self._trying: list[int] = []
 
+    @property
+    def reason(self) -> str | None:
+        if self.current != 0:
+            return None
+        seconds, tokens = self.costs.seconds(1), expected_tokens(self.survival.estimates(), 1)
+        return (
+            f"drafting does not pay now: a round with 1 drafted token takes {seconds[1] / seconds[0]:.2f} times a "
+            f"plain one for about {tokens:.2f} tokens"
+        )
+
     def choose(self) -> int:
-        """The next round's width. Of rounds that are under way, nothing is known yet."""
         if not self.costs.known(0):
             return 0
         seconds = self.costs.seconds(self.most)
@@ -125,7 +166,6 @@ class AutoWidth:
         return self._trying[-1]
 
     def observed(self, width: int, accepted: int, seconds: float | None) -> None:
-        """A round of `width` kept `accepted` tokens and took `seconds` (None where that is unknown)."""
         self.survival.observe(width, accepted)
         tried = width in self._trying
         if tried:

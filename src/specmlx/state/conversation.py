@@ -28,12 +28,19 @@ class Draft(NamedTuple):
     """A drafter and its context, which has the conversation's rows up to `end`.
 
     ahead: it was shown the rows of the pass after them too, before it was known how many stay (see `Context.settle`).
+    waiting: rows behind `end` that it will be shown when it is to propose again, of each pass the first so many.
     """
 
     drafter: Any
     context: Any
     end: int
     ahead: bool = False
+    waiting: tuple[tuple[Observable, int], ...] = ()
+
+    @property
+    def known(self) -> int:
+        """Rows that it has or that wait for it."""
+        return self.end + sum(count for _, count in self.waiting)
 
 
 class Conversation:
