@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint train-demo bench-demo mac-check clean
 
 demo: $(VENV)/.demo
-	$(BIN)/specmlx generate --prompt "$(PROMPT)" --max-tokens 128
+	$(BIN)/specmlx generate --prompt "$(PROMPT)" --max-tokens 128 --num-draft-tokens full
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)

@@ -13,6 +13,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     _own = tempfile.TemporaryDirectory(prefix="specmlx-test-", ignore_cleanup_errors=True)
     os.environ["TMPDIR"] = _own.name
 
+# What is measured of rounds' costs stays out of the user's cache directory.
+os.environ["SPECMLX_CACHE"] = os.path.join(tempfile.gettempdir(), f"specmlx-test-cache-{os.getpid()}")
+
 import numpy as np
 import pytest
 

@@ -17,6 +17,7 @@ from specmlx.speculation.policy import Policy
 from specmlx.speculation.processors import Processor
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
+from specmlx.speculation.width import FULL
 from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
 
@@ -66,10 +67,12 @@ class BatchResponse:
 class Jobs:
     """Makes jobs for one model and drafter, and the scheduler that runs them."""
 
-    def __init__(self, model: Any, tokenizer: Any, draft_model: Any = AUTO, num_draft_tokens: int | None = None):
+    def __init__(self, model: Any, tokenizer: Any, draft_model: Any = AUTO, num_draft_tokens: int | str | None = None):
         self.model = as_target(model)
         self.tokenizer = wrapped_tokenizer(tokenizer)
-        self.num_draft_tokens = num_draft_tokens
+        if num_draft_tokens == AUTO:
+            raise ValueError("num_draft_tokens is 'auto': lanes share a pass, so give a number or 'full'")
+        self.num_draft_tokens = None if num_draft_tokens == FULL else num_draft_tokens
         self.drafter: Drafter | None
         self.drafter, self._stats = choose_drafter(self.model, draft_model, num_draft_tokens, Policy())
 
@@ -142,7 +145,7 @@ def batch_generate(
     return_logprobs: bool = False,
     *,
     draft_model: Any = AUTO,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: int | str | None = None,
     sampler: Any = None,
     logits_processors: Any = None,
     seed: int | Sequence[int | None] | None = None,

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
-from specmlx.drafters.proposal import Drafter
+from specmlx.drafters.proposal import Drafter, Fingerprinted
 from specmlx.limits import check_memory, context_limit, tokens_left, warn_if_full
 from specmlx.loading import AUTO, load, load_drafter
 from specmlx.prompt_cache import (
@@ -24,10 +24,12 @@ from specmlx.prompt_cache import (
 )
 from specmlx.responses import GenerationResponse, Reply, summary
 from specmlx.reuse import reusing
+from specmlx.speculation.costs import costs_file
 from specmlx.speculation.loop import Token, generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
+from specmlx.speculation.width import FULL, AutoWidth
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
@@ -55,7 +57,7 @@ def stream_generate(
     draft_model: Drafter | str | None = AUTO,
     stream: Any = None,
     *,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: int | str | None = AUTO,
     seed: int | None = None,
     stop: str | Sequence[str] | None = (),
     sampler: Callable[[mx.array], mx.array] | None = None,
@@ -76,7 +78,8 @@ def stream_generate(
         prompt: text, ids, or an array of ids; with a `prompt_cache` that holds rows, only what is new.
         max_tokens: -1 for no limit.
         draft_model: "auto" (the one loaded with the model), None for plain decoding, a drafter, or its path.
-        num_draft_tokens: drafted tokens verified in each pass, 0 to the drafter's most (the default).
+        num_draft_tokens: drafted tokens verified in each pass, 0 to the drafter's most; "full" is that most, "auto" the
+            number that is fastest here, measured while decoding (0 where drafting doesn't pay).
         seed: makes sampling repeatable, whatever the drafter and the width.
         stop: strings that end the text; they are not part of it.
         sampler, logits_processors: `specmlx.make_sampler`'s and `make_logits_processors`'s, or callables
@@ -120,7 +123,7 @@ def stream_generate(
         kv_format,
         max_kv_size,
         dict(
-            width=num_draft_tokens if drafter else None,
+            width=choose_width(model, drafter, num_draft_tokens),
             stop_tokens=frozenset(tokenizer.eos_token_ids),
             max_tokens=max_tokens,
             prefill_step_size=prefill_step_size,
@@ -177,11 +180,12 @@ def _responses(
         if stream is not None:
             tokens = _on_stream(tokens, stream)
         reply = Reply(tokenizer, stops, len(ids), stats, cached)
+        widths = options["width"]
         try:
             for token in tokens:
                 response = reply.feed(token)
                 if response.finish_reason:
-                    _warn_if_idle(stats, drafter, options["width"])
+                    _warn_if_idle(stats, drafter, widths)
                     if full:
                         warn_if_full(limit, response)
                 yield response
@@ -189,6 +193,8 @@ def _responses(
                     break
         finally:
             tokens.close()
+            if isinstance(widths, AutoWidth):
+                widths.keep()
             if conversation.owned_by(owner):
                 conversation.settle()
             close_cache(model, prompt_cache, conversation, owner)
@@ -213,9 +219,11 @@ def check_max_tokens(max_tokens: int) -> None:
         raise ValueError(f"max_tokens is {max_tokens}: it must be at least 1, or -1 for no limit")
 
 
-def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | None, policy: Policy):
+def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | str | None, policy: Policy):
     """The drafter to use, or none, and the stats that say so."""
     reason = policy.reason
+    if isinstance(num_draft_tokens, str) and num_draft_tokens not in (AUTO, FULL):
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens!r}: give a number, {AUTO!r} or {FULL!r}")
     if isinstance(draft_model, str) and draft_model == AUTO:
         drafter = model.draft_model
         if drafter is None:
@@ -225,7 +233,7 @@ def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int
     else:
         drafter = load_drafter(draft_model, model) if isinstance(draft_model, str) else draft_model
     if drafter is None:
-        if num_draft_tokens:
+        if num_draft_tokens and not isinstance(num_draft_tokens, str):
             raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
         return None, Stats(mode="plain", reason=reason)
     if not isinstance(drafter, Drafter):
@@ -237,8 +245,19 @@ def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int
     return drafter, Stats(mode="speculative", reason=policy.reason or model.kernel_note)
 
 
-def _warn_if_idle(stats: Stats, drafter: Drafter | None, width: int | None) -> None:
-    if drafter is not None and width != 0 and stats.rounds > 1 and stats.proposed == 0:
+def choose_width(model: Any, drafter: Drafter | None, num_draft_tokens: int | str | None) -> int | AutoWidth | None:
+    """What `generate_tokens` takes for a `num_draft_tokens`; None is the drafter's most."""
+    if drafter is None or num_draft_tokens == FULL:
+        return None
+    if num_draft_tokens != AUTO and num_draft_tokens is not None:
+        return num_draft_tokens
+    known = isinstance(drafter, Fingerprinted)
+    return AutoWidth(drafter.max_width, file=costs_file(model.fingerprint, drafter.fingerprint) if known else None)
+
+
+def _warn_if_idle(stats: Stats, drafter: Drafter | None, widths: int | AutoWidth | None) -> None:
+    asked = widths.current if isinstance(widths, AutoWidth) else widths != 0
+    if drafter is not None and asked and stats.rounds > 1 and stats.proposed == 0:
         warnings.warn("the drafter was loaded but never proposed a token", stacklevel=4)
 
 

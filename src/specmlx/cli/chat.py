@@ -20,7 +20,7 @@ HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answe
 @options.model_options
 @options.draft_model_option
 @draft_options
-@options.num_draft_tokens_option
+@options.num_draft_tokens_option("auto")
 @options.system_prompt_option
 @options.chat_template_config_option
 @options.max_tokens_option(256)
@@ -42,7 +42,7 @@ def chat(
     kv: options.KVFlags,
     draft_model: str,
     drafting: DraftFlags,
-    num_draft_tokens: int | None,
+    num_draft_tokens: int | str,
     system_prompt: str | None,
     chat_template_config: dict[str, Any] | None,
     max_tokens: int,

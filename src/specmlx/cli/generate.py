@@ -20,7 +20,7 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @options.model_options
 @options.draft_model_option
 @draft_options
-@options.num_draft_tokens_option
+@options.num_draft_tokens_option("auto")
 @click.option("--prompt", "-p", default=PROMPT, show_default=True, help="- reads stdin, without its last line end.")
 @options.template_options
 @click.option("--prefill-response", metavar="TEXT", help="How the answer begins.")
@@ -45,7 +45,7 @@ def generate(
     kv: options.KVFlags,
     draft_model: str,
     drafting: DraftFlags,
-    num_draft_tokens: int | None,
+    num_draft_tokens: int | str,
     prompt: str,
     prefill_response: str | None,
     max_tokens: int,
@@ -126,7 +126,7 @@ def _write_trace(file: Path, recorder: Any, name: str, model: Any, prompt: str, 
     note(f"{file}: specmlx view {file} makes a page of it")
 
 
-def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | None) -> None:
+def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | str) -> None:
     # On the CPU mlx compiles fused kernels with the system's compiler, once per machine: seconds that are no decoding.
     import mlx.core as mx
 

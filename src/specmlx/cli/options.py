@@ -205,6 +205,14 @@ def _max_tokens(ctx: click.Context, param: click.Parameter, value: int) -> int:
     return value
 
 
+def _num_draft_tokens(ctx: click.Context, param: click.Parameter, value: str) -> int | str:
+    if value in ("auto", "full"):
+        return value
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value}: it must be auto, full, or a number of at least 0.")
+    return int(value)
+
+
 def max_tokens_option(default: int) -> Callable:
     return click.option(
         "--max-tokens",
@@ -248,12 +256,17 @@ draft_model_option = click.option(
     help="Drafter; auto takes what the target names, none decodes plainly.",
 )
 
-num_draft_tokens_option = click.option(
-    "--num-draft-tokens",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Drafted tokens checked in a pass; default: all that the drafter makes.",
-)
+
+def num_draft_tokens_option(default: str) -> Callable:
+    return click.option(
+        "--num-draft-tokens",
+        callback=_num_draft_tokens,
+        default=default,
+        show_default=True,
+        metavar="auto|full|N",
+        help="Drafted tokens checked in a pass: as many as is fastest, all that the drafter makes, or N.",
+    )
+
 
 prefill_step_size_option = click.option(
     "--prefill-step-size",
@@ -352,18 +365,22 @@ template_options = grouped(
 )
 
 
-def effective_mode(model: Any, num_draft_tokens: int | None, stats: Any) -> str:
+def effective_mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:
     """How a request is really decoded, and why."""
     why = f" ({stats.reason})" if stats.reason else ""
-    if stats.mode == "plain":
+    if model.draft_model is None or num_draft_tokens == 0:
         return f"plain decoding{why}"
-    width = model.draft_model.max_width if num_draft_tokens is None else num_draft_tokens
-    return f"speculative decoding with {type(model.draft_model).__name__}, up to {width} drafted tokens a pass{why}"
+    width = model.draft_model.max_width if isinstance(num_draft_tokens, str) else num_draft_tokens
+    most = ", as many as is fastest" if num_draft_tokens == "auto" else ""
+    return (
+        f"speculative decoding with {type(model.draft_model).__name__}, up to {width} drafted tokens a pass{most}{why}"
+    )
 
 
-def check_width(drafter: Any, num_draft_tokens: int | None, reason: str | None = None) -> None:
+def check_width(drafter: Any, num_draft_tokens: int | str, reason: str | None = None) -> None:
     """Raise ValueError, before anything is decoded, where a drafter (or none, for `reason`) proposes fewer tokens."""
-    if drafter is None and num_draft_tokens:
-        raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
-    if drafter is not None and (num_draft_tokens or 0) > drafter.max_width:
-        raise ValueError(f"num_draft_tokens is {num_draft_tokens}: this drafter proposes 0 to {drafter.max_width}")
+    asked = 0 if isinstance(num_draft_tokens, str) else num_draft_tokens
+    if drafter is None and asked:
+        raise ValueError(f"num_draft_tokens is {asked} but there is no drafter: {reason}")
+    if drafter is not None and asked > drafter.max_width:
+        raise ValueError(f"num_draft_tokens is {asked}: this drafter proposes 0 to {drafter.max_width}")

@@ -34,7 +34,7 @@ PROMPTS = (
     metavar="auto|PATH_OR_ID",
     help="Drafter; may be repeated.",
 )
-@options.num_draft_tokens_option
+@options.num_draft_tokens_option("full")
 @click.option("--prompt", "-p", multiple=True, help="May be repeated. Default: some of specmlx's own.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
 @options.template_options
@@ -48,7 +48,7 @@ def parity(
     sampling: options.SamplingFlags,
     template: options.TemplateFlags,
     draft_model: tuple[str, ...],
-    num_draft_tokens: int | None,
+    num_draft_tokens: int | str,
     prompt: tuple[str, ...],
     prompts: Path | None,
     max_tokens: int,
@@ -134,7 +134,7 @@ def _files(target: options.ModelFlags, reference: str | None) -> Iterator[option
         yield replace(target, model=str(write_demo(directory)))
 
 
-def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | None) -> dict[str, Any]:
+def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str) -> dict[str, Any]:
     from specmlx.loading import load_drafter
 
     drafters = {}

@@ -51,7 +51,7 @@ def answer(model, tokenizer, examples: list[Example], max_tokens: int = 160, **o
         messages = [{"role": "user", "content": example.question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         text, ids = "", []
-        for response in stream_generate(model, tokenizer, prompt, max_tokens, **options):
+        for response in stream_generate(model, tokenizer, prompt, max_tokens, num_draft_tokens="full", **options):
             text += response.text
             ids.append(response.token)
         right = text == example.answer and response.finish_reason == "stop"

@@ -84,7 +84,7 @@ def verdicts(
     prompts: Sequence[Sequence[int]],
     drafters: dict[str, Drafter],
     max_tokens: int,
-    num_draft_tokens: int | None = None,
+    num_draft_tokens: int | str = "full",
     others: dict[str, Sequence[Decoded]] | None = None,
     **options: Any,
 ) -> Iterator[dict[str, Verdict]]:

@@ -4,8 +4,12 @@ import contextlib
 import json
 import math
 import os
+import platform
 from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
+
+import mlx.core as mx
 
 # A round that takes longer than this times what was expected tells little more than that: something else was running.
 _OUTLIER = 2.0
@@ -76,6 +80,13 @@ def cache_directory() -> Path:
     if own := os.environ.get("SPECMLX_CACHE"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specmlx"
+
+
+def costs_file(*fingerprints: str) -> Path:
+    """The file for these weights on this machine, device and version of mlx."""
+    machine = (platform.node(), platform.machine(), str(mx.default_device()), mx.__version__)
+    digest = blake2b(json.dumps([*machine, *fingerprints]).encode(), digest_size=16)
+    return cache_directory() / "widths" / f"{digest.hexdigest()}.json"
 
 
 def load(file: Path) -> Costs:

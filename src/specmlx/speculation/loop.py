@@ -118,6 +118,8 @@ def generate_tokens(
         widths.observed(round.width, accepted, before and read_at - before)
         stats.begin_round(round.width, context=len(conversation.processed))
         stats.reason = widths.reason or reason
+        if widths.reason:
+            stats.mode = "speculative" if stats.proposed else "plain"
 
         for n, token in enumerate(given):
             if bad_rows[n]:

@@ -5,9 +5,13 @@ A decision depends on earlier rounds only, never on a token of the proposal that
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
-from specmlx.speculation.costs import Costs
+from specmlx.speculation.costs import Costs, load, save
+
+FULL = "full"
+"""The width that is as many tokens as the drafter proposes."""
 
 # Another width has to promise this much more before it is taken, since estimates are noisy.
 HYSTERESIS = 1.04
@@ -125,9 +129,11 @@ class AutoWidth:
     after a while, after a longer one each time.
     """
 
-    def __init__(self, most: int, costs: Costs):
+    def __init__(self, most: int, costs: Costs | None = None, file: Path | None = None):
+        """`file` is where costs are kept between processes; it may be missing, and may be deleted."""
         self.most = most
-        self.costs = costs
+        self.costs = costs or (load(file) if file else Costs())
+        self.file = file
         self.survival = Survival(most)
         self.current: int | None = None
         self._work = 0.0
@@ -138,9 +144,16 @@ class AutoWidth:
         self._next: list[int] = []
         self._trying: list[int] = []
 
+    def keep(self) -> None:
+        """Write what was learnt of costs to the file."""
+        if self.file is not None:
+            save(self.file, self.costs)
+
     @property
     def reason(self) -> str | None:
-        if self.current != 0:
+        if self.current is None:
+            return "plain decoding is measured first"
+        if self.current:
             return None
         seconds, tokens = self.costs.seconds(1), expected_tokens(self.survival.estimates(), 1)
         return (

@@ -1,0 +1,281 @@
+"""How many tokens are proposed: simulated rounds on simulated machines without a clock, and the loop with any width."""
+
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from scripted import PROMPT, TEXT, DraftingTarget, Run, ScriptedDrafter, all_wrong, drafter, oracle, right_with
+
+from specmlx.speculation.costs import Costs, costs_file, load, save
+from specmlx.speculation.policy import Policy
+from specmlx.speculation.sampling import make_sampler
+from specmlx.speculation.width import AutoWidth, FixedWidth, Survival, best_width, expected_tokens
+
+# Seconds of a pass with T rows: one read of the weights, one read for every five rows (stock mlx), one for each row.
+CURVES = {
+    "flat": lambda T: 1 + 0.01 * (T - 1),
+    "stepped": lambda T: math.ceil(T / 5) + 0.02 * (T - 1),
+    "linear": lambda T: 0.1 + 0.9 * T,
+}
+DRAFTERS = {"cheap": 0.1, "dear": 0.6}
+# The chance that a slot survives, by how many tokens of the text are there.
+PATTERNS = {
+    "steady high": lambda at: 0.9,
+    "steady low": lambda at: 0.15,
+    "hopeless": lambda at: 0.0,
+    "alternating": lambda at: 0.1 if at // 100 % 2 else 0.9,
+    "collapsing": lambda at: 0.9 if at < 750 else 0.02,
+}
+TOKENS = 1500
+
+
+@dataclass
+class Machine:
+    """Rounds that take as long as a curve says, more or less, and keep what chance has it."""
+
+    curve: str
+    draft: str
+    pattern: str
+    tokens: int = 0
+    seconds: float = 0.0
+    widths: list[int] = field(default_factory=list)
+
+    def run(self, widths, seed: int = 0, noise: float = 0.05) -> float:
+        """Tokens a second over the whole text; what a round did is known one round later, as with lookahead."""
+        rng, under_way = random.Random(seed), None
+        while self.tokens < TOKENS:
+            width, kept = widths.choose(), 0
+            while kept < width and rng.random() < PATTERNS[self.pattern](self.tokens + kept):
+                kept += 1
+            seconds = CURVES[self.curve](width + 1) + (DRAFTERS[self.draft] if width else 0)
+            self.tokens += kept + 1
+            self.seconds += seconds
+            self.widths.append(width)
+            if under_way:
+                widths.observed(*under_way)
+            under_way = (width, kept, seconds * math.exp(rng.gauss(0, noise)))
+        return self.tokens / self.seconds
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("draft", DRAFTERS)
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("most", [7, 15])
+def test_it_never_loses_and_comes_near_the_best_fixed_width(most, curve, draft, pattern):
+    fixed = [Machine(curve, draft, pattern).run(FixedWidth(width)) for width in range(most + 1)]
+    speeds = [Machine(curve, draft, pattern).run(AutoWidth(most), seed) for seed in (1, 2)]
+    assert min(speeds) >= 0.95 * fixed[0]
+    assert sum(speeds) / 2 >= 0.95 * max(fixed)
+
+
+@pytest.mark.parametrize("most", [7, 15])
+@pytest.mark.parametrize("seed", range(5))
+def test_with_a_good_drafter_a_flat_curve_is_used_to_the_full_within_twenty_rounds(most, seed):
+    machine = Machine("flat", "cheap", "steady high")
+    machine.run(AutoWidth(most), seed)
+    assert most in machine.widths[:20]
+    assert sum(machine.widths[20:]) > 0.75 * most * len(machine.widths[20:])
+
+
+def test_calibration_and_later_trials_take_two_hundredths_of_the_work():
+    # Wider rounds never pay here, so all that is not plain is trying.
+    for draft in DRAFTERS:
+        machine = Machine("stepped", draft, "hopeless")
+        machine.run(AutoWidth(7))
+        plain = machine.widths.count(0) * CURVES["stepped"](1)
+        # The first tries are lent, and the round after a try is under way before it is known.
+        assert machine.seconds - plain - machine.tokens + machine.widths.count(0) < 0.02 * machine.seconds + 4
+
+
+def test_after_plain_decoding_drafting_is_tried_at_growing_intervals():
+    machine = Machine("flat", "cheap", "hopeless")
+    machine.run(AutoWidth(7))
+    at = [i for i, width in enumerate(machine.widths) if width]
+    gaps = [b - a for a, b in zip(at, at[1:], strict=False) if b - a > 2]
+    assert len(gaps) > 4 and gaps[0] < 15 and gaps[3] > 2 * gaps[1] and max(gaps) > 60
+
+
+def test_a_choice_stands_until_another_promises_clearly_more():
+    survival = [0.8] * 7
+    seconds = [1.0, *(1.2 + 0.02 * width for width in range(1, 8))]
+    best = best_width(seconds, survival)
+    assert best == max(range(8), key=lambda width: expected_tokens(survival, width) / seconds[width])
+    assert best_width(seconds, survival, best - 1) == best - 1
+    assert best_width(seconds, survival, 1) == best
+    # Not worth it: plain decoding needs no such promise.
+    assert best_width([1.0, 1.5], [0.51], 1) == 0 and best_width([1.0, 1.5], [0.51], 0) == 0
+
+
+def test_noise_does_not_make_it_waver():
+    machine = Machine("flat", "cheap", "steady high")
+    machine.run(AutoWidth(7), noise=0.2)
+    changes = sum(a != b for a, b in zip(machine.widths[50:], machine.widths[51:], strict=False))
+    assert changes < 0.05 * len(machine.widths)
+
+
+def test_equal_observations_give_equal_widths():
+    runs = [Machine("stepped", "cheap", "alternating") for _ in range(2)]
+    for run in runs:
+        run.run(AutoWidth(7), seed=3)
+    assert runs[0].widths == runs[1].widths
+
+
+def test_survival_is_counted_slot_by_slot_and_follows_a_collapse():
+    survival = Survival(4)
+    for _ in range(100):
+        survival.observe(4, 2)
+    s1, s2, s3, s4 = survival.estimates()
+    assert s1 > 0.95 and s2 > 0.95 and s3 < 0.1 and abs(s4 - s3) < 0.1
+    for _ in range(8):
+        survival.observe(4, 0)
+    assert survival.estimates()[0] < 0.4
+    before = survival.estimates()
+    survival.observe(0, 0)
+    assert survival.estimates() == before
+
+
+def test_costs_average_their_first_rounds_and_follow_the_machine_as_a_whole():
+    costs = Costs()
+    for width, seconds in ((0, 9.0), (0, 1.0), (0, 1.2), (3, 50.0), (3, 2.2)):
+        costs.observe(width, seconds)
+    plain, _, _, wide, *_ = costs.seconds(7)
+    assert 1 <= plain <= 1.2 and 2 <= wide <= 2.4
+    for _ in range(20):
+        costs.observe(0, 1.1)
+        costs.observe(3, 2.2)
+    # Twice as slow, by another program: seen at one width, known of all.
+    for _ in range(60):
+        costs.observe(3, 4.4)
+    assert 1.7 <= costs.seconds(3)[0] <= 2.4 and abs(costs.seconds(3)[3] - 4.4) < 0.3
+    assert Costs({0: 1.0, 1: 2.0, 3: 4.0}).seconds(5) == [1, 2, 3, 4, 5, 6]
+
+
+def test_costs_are_kept_in_a_file_that_may_be_missing_damaged_or_in_the_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path))
+    file = costs_file("target", "drafter")
+    assert file != costs_file("target", "another") and file.is_relative_to(tmp_path)
+    assert not load(file).known(0)
+    save(file, Costs({0: 1.0, 7: 1.5}))
+    assert load(file).table() == {0: 1.0, 7: 1.5} and [*file.parent.iterdir()] == [file]
+    for damaged in ("", "[]", '{"seconds": 3}', '{"seconds": {"a": 1}}', '{"seconds": {"0": -1}}'):
+        file.write_text(damaged)
+        assert not load(file).known(0)
+    save(tmp_path / "widths" / file.name / "below", Costs({0: 1.0}))
+    # With what an earlier process measured, there is nothing to calibrate.
+    assert AutoWidth(7, Costs({0: 1.0, 7: 1.1})).choose() == 7
+
+
+class Random(FixedWidth):
+    """Another width in every round."""
+
+    def __init__(self, most: int, seed: int = 0):
+        super().__init__(most)
+        self.rng = random.Random(seed)
+
+    def choose(self) -> int:
+        return self.rng.randint(0, self.most)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_text_is_the_plain_one_with_a_width_picked_at_random_each_round(seed):
+    text = PROMPT + oracle(PROMPT, 120)
+    run = Run().start(drafter=drafter(right_with(0.8), text), width=Random(7, seed), max_tokens=120)
+    assert run.take() == text[len(PROMPT) :]
+    assert len(set(run.target.passes)) == 8
+
+
+def test_a_seeds_text_does_not_depend_on_widths_picked_at_random():
+    def text(width):
+        policy = Policy(make_sampler(1.0, top_p=0.9), seed=5)
+        return Run().start(policy=policy, drafter=DraftingTarget(0.5), width=width, max_tokens=40).take()
+
+    assert len({tuple(text(width)) for width in (0, 7, Random(7, 1), Random(7, 2))}) == 1
+
+
+def test_without_a_seed_widths_picked_at_random_leave_the_distribution_as_it_is():
+    # The first three tokens' distribution against plain decoding's, by the two-sample chi-square statistic.
+    def counts(width, start):
+        found = {}
+        for seed in range(400):
+            # Random keys, but the same in every run of this test.
+            policy = Policy(make_sampler(0.25), seed=start + seed)
+            policy.rule = "rejection"
+            widths = Random(3, seed) if width is None else width
+            run = Run().start(policy=policy, drafter=DraftingTarget(1.0), width=widths, max_tokens=3)
+            given = tuple(run.take())
+            found[given] = found.get(given, 0) + 1
+        return found
+
+    random_, plain = counts(None, 0), counts(0, 10_000)
+    common = [key for key in random_ | plain if random_.get(key, 0) + plain.get(key, 0) >= 20]
+    assert len(common) > 3
+    statistic = sum((random_.get(k, 0) - plain.get(k, 0)) ** 2 / (random_.get(k, 0) + plain.get(k, 0)) for k in common)
+    # Mean k, variance 2k.
+    assert statistic < len(common) + 4 * math.sqrt(2 * len(common))
+
+
+class Late(FixedWidth):
+    """Plain rounds first, for some time."""
+
+    def __init__(self, most: int, plain: int):
+        super().__init__(most)
+        self.plain = plain
+
+    def choose(self) -> int:
+        self.plain -= 1
+        return 0 if self.plain >= 0 else self.most
+
+
+@pytest.mark.parametrize("plain", [1, 5, 63, 64, 70])
+@pytest.mark.parametrize("tap_ids", [(), (0,)])
+def test_a_drafter_that_was_left_out_is_shown_what_it_missed_when_it_is_asked_again(plain, tap_ids):
+    class Counting(ScriptedDrafter):
+        shown = 0
+
+        def observe(self, *args):
+            self.shown += 1
+            super().observe(*args)
+
+    text = PROMPT + oracle(PROMPT, 100)
+    by = Counting(text, right_with(0.9), tap_ids=tap_ids)
+    run = Run().start(drafter=by, width=Late(7, plain), max_tokens=100)
+    run.take(plain)
+    # The prompt, full boxes of rows, and what the round ahead needs: not once a round.
+    assert by.shown <= 3 + plain // 64
+    assert run.take() == text[len(PROMPT) :]
+    assert run.stats.accept_histogram[-1] > 0
+
+
+@pytest.mark.parametrize("taken", [1, 2, 5, 9])
+def test_rows_that_wait_for_a_drafter_are_not_lost_between_requests(taken):
+    run = Run().start(drafter=drafter(), width=Late(7, 100), max_tokens=30)
+    run.take(taken)
+    text = TEXT[: len(PROMPT) + taken] + [9, 9]
+    text += oracle(text, 20)
+    by = run.conversation.draft.drafter
+    by.text = text
+    run.start(prompt=[9, 9], drafter=by, max_tokens=20)
+    assert run.take() == text[-20:]
+    assert len(by.contexts) == 1
+
+
+class Clockless(AutoWidth):
+    """Goes by the costs that it was given."""
+
+    def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+        super().observed(width, accepted, None)
+
+
+def test_what_happened_is_in_mode_and_reason():
+    slow = Clockless(7, Costs({width: width + 1.0 for width in range(8)}))
+    run = Run().start(drafter=drafter(all_wrong), width=slow, max_tokens=20)
+    run.stats.mode = "speculative"
+    run.take()
+    assert run.stats.mode == "plain" and run.stats.proposed == 0
+    assert run.stats.reason.startswith("drafting does not pay now: a round with 1 drafted token takes")
+    fast = Clockless(7, Costs({0: 1.0, 7: 1.0}))
+    run = Run().start(drafter=drafter(), width=fast, max_tokens=30)
+    run.stats.mode = "speculative"
+    run.take(16)
+    assert run.stats.mode == "speculative" and run.stats.reason is None
