@@ -138,7 +138,9 @@ def test_callables_of_mlx_lm_see_what_was_accepted_and_nothing_else(model, token
     whole = [r.token for r in stream_generate(model, tokenizer, [5, 6], max_tokens=20)]
     drafter = ScriptedDrafter([5, 6, *whole], right_with(0.6), tap_ids=())
     calls = []
-    options = dict(draft_model=drafter, logits_processors=[seen_by(calls)], max_tokens=max_tokens)
+    options = dict(
+        draft_model=drafter, logits_processors=[seen_by(calls)], max_tokens=max_tokens, num_draft_tokens="full"
+    )
     _, given, last = collect(stream_generate(model, tokenizer, [5, 6], **options))
     assert given == whole[:max_tokens]
     assert calls == [[5, 6, *given[:n]] for n in range(max_tokens)]
@@ -152,7 +154,7 @@ def test_callables_of_mlx_lm_see_no_row_behind_a_stop_token(model, tokenizer, in
     stopping = TokenizerWrapper(tokenizer._tokenizer, BPEStreamingDetokenizer, eos_token_ids=[whole[index]])
     calls = []
     drafter = ScriptedDrafter([5, 6, *whole], all_right, tap_ids=())
-    options = dict(draft_model=drafter, logits_processors=[seen_by(calls)], max_tokens=20)
+    options = dict(draft_model=drafter, logits_processors=[seen_by(calls)], max_tokens=20, num_draft_tokens="full")
     _, given, last = collect(stream_generate(model, stopping, [5, 6], **options))
     assert given == whole[: stop + 1] and last.finish_reason == "stop"
     assert calls == [[5, 6, *given[:n]] for n in range(stop + 1)]
@@ -172,7 +174,7 @@ def test_mlx_lms_sampler_and_processors_give_the_text_they_give_mlx_lm(model, tw
     assert [r.token for r in stream_generate(model, tokenizer, [5], **options)] == want
     mx.random.seed(4)
     drafter = ScriptedDrafter([5, *want, 0], wrong_at(5), tap_ids=())
-    drafted = list(stream_generate(model, tokenizer, [5], draft_model=drafter, **options))
+    drafted = list(stream_generate(model, tokenizer, [5], draft_model=drafter, num_draft_tokens="full", **options))
     assert [r.token for r in drafted] == want
     assert drafted[-1].stats.accepted == 6 and "sampler" in drafted[-1].stats.reason
 
@@ -255,10 +257,11 @@ def test_a_drafter_that_never_proposes_is_a_warning(model, tokenizer):
     whole = [r.token for r in stream_generate(model, tokenizer, [5], max_tokens=6)]
     idle = ScriptedDrafter([5, *whole], all_right, widths=[0] * 20, tap_ids=())
     with pytest.warns(UserWarning, match="never proposed"):
-        generate(model, tokenizer, [5], max_tokens=6, draft_model=idle)
+        generate(model, tokenizer, [5], max_tokens=6, draft_model=idle, num_draft_tokens="full")
     busy = ScriptedDrafter([5, *whole], all_wrong, tap_ids=())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        generate(model, tokenizer, [5], max_tokens=6, draft_model=busy, num_draft_tokens="full")
         generate(model, tokenizer, [5], max_tokens=6, draft_model=busy)
         generate(model, tokenizer, [5], max_tokens=6)
 

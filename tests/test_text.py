@@ -28,7 +28,7 @@ class Parrot(Model):
     def verify(self, states, rows, tap_ids=()):
         at = states.length + 1
         done = super().verify(states, rows, tap_ids)
-        ids = mx.array(self.script[at : at + rows.shape[1]])
+        ids = mx.array(self.script)[at + mx.arange(rows.shape[1])]
         return done._replace(logits=(mx.arange(self.vocab_size) == ids[:, None]).astype(mx.float32)[None])
 
 
@@ -44,7 +44,7 @@ def parrot():
 def saying(parrot, tokenizer, text: str, guess=all_right, max_width=7):
     """The parrot set on a text, its ids, a one-token prompt, and a drafter that knows it."""
     ids = tokenizer.encode(text)
-    parrot.script = [5, *ids, *[tokenizer.eos_token_id] * 20]
+    parrot.script = [5, *ids, *[tokenizer.eos_token_id] * 60]
     return ids, dict(prompt=[5], draft_model=ScriptedDrafter(parrot.script, guess, max_width, tap_ids=()))
 
 

@@ -117,7 +117,7 @@ def generate_tokens(
         before, read_at = read_at, time.perf_counter()
         widths.observed(round.width, accepted, before and read_at - before)
         stats.begin_round(round.width, context=len(conversation.processed))
-        stats.reason = widths.reason or reason
+        stats.reason = "; ".join(filter(None, (reason, widths.reason))) or None
         if widths.reason:
             stats.mode = "speculative" if stats.proposed else "plain"
 
