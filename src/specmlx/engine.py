@@ -64,7 +64,7 @@ class Engine:
 
     Args:
         model, tokenizer: of `specmlx.load`.
-        draft_model, num_draft_tokens: as in `stream_generate`, for all requests.
+        draft_model, num_draft_tokens: as in `stream_generate`, for all requests; a number or "full" (the default).
         max_lanes: requests that decode together. max_waiting: requests beyond those that run; one more is refused.
         prompt_cache: a `PromptCache`: prompts are then whole conversations, of which only what is new is run.
     """
@@ -75,7 +75,7 @@ class Engine:
         tokenizer: Any,
         *,
         draft_model: Any = AUTO,
-        num_draft_tokens: int | None = None,
+        num_draft_tokens: int | str | None = None,
         max_lanes: int = 8,
         max_waiting: int = 256,
         prefill_step_size: int = 2048,

@@ -371,10 +371,10 @@ def effective_mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:
     if model.draft_model is None or num_draft_tokens == 0:
         return f"plain decoding{why}"
     width = model.draft_model.max_width if isinstance(num_draft_tokens, str) else num_draft_tokens
-    most = ", as many as is fastest" if num_draft_tokens == "auto" else ""
-    return (
-        f"speculative decoding with {type(model.draft_model).__name__}, up to {width} drafted tokens a pass{most}{why}"
-    )
+    if num_draft_tokens == "auto":
+        # All that it could say at the beginning is that it is being measured.
+        why = ", as many as is fastest"
+    return f"speculative decoding with {type(model.draft_model).__name__}, up to {width} drafted tokens a pass{why}"
 
 
 def check_width(drafter: Any, num_draft_tokens: int | str, reason: str | None = None) -> None:
