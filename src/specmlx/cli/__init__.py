@@ -20,6 +20,7 @@ _COMMANDS = (
     "cache",
     "parity",
     "train",
+    "evaluate",
     "roofline",
     "kernels",
     "doctor",

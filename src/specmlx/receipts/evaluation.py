@@ -9,6 +9,9 @@ import mlx.core as mx
 
 from specmlx.drafters.proposal import Drafter, Proposal
 from specmlx.generation import stream_generate
+from specmlx.receipts.accounting import account
+from specmlx.receipts.chips import Chip
+from specmlx.speculation.stats import Stats
 
 
 @dataclass
@@ -17,6 +20,7 @@ class Acceptance:
 
     histogram: rounds by how many drafted tokens they delivered. identical: prompts whose text is plain decoding's.
     confidences: (the drafter's own estimate, whether the token was kept) of every slot that the target looked at.
+    plain, speculative: the stats of each decoding.
     """
 
     prompts: int = 0
@@ -25,6 +29,8 @@ class Acceptance:
     rounds: int = 0
     histogram: list[int] = field(default_factory=list)
     confidences: list[tuple[float, bool]] = field(default_factory=list)
+    plain: list[Stats] = field(default_factory=list)
+    speculative: list[Stats] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
@@ -48,7 +54,7 @@ class Acceptance:
         longest = max(len(self.histogram), len(other.histogram))
         padded = [h + [0] * (longest - len(h)) for h in (self.histogram, other.histogram)]
         self.histogram = [a + b for a, b in zip(*padded, strict=True)]
-        for name in ("prompts", "identical", "tokens", "rounds", "confidences"):
+        for name in ("prompts", "identical", "tokens", "rounds", "confidences", "plain", "speculative"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         return self
 
@@ -88,7 +94,8 @@ def evaluate(
     Options are `stream_generate`'s; sampling needs a seed, or the two texts have nothing in common.
     """
     for prompt, category in zip(prompts, categories, strict=True):
-        plain = [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens, draft_model=None, **options)]
+        alone = list(stream_generate(model, tokenizer, prompt, max_tokens, draft_model=None, **options))
+        plain = [response.token for response in alone]
         recorder, ids, ends = _Recorder(drafter), [], []
         full = dict(draft_model=recorder, num_draft_tokens=drafter.max_width)
         for response in stream_generate(model, tokenizer, prompt, max_tokens, **full, **options):
@@ -106,8 +113,29 @@ def evaluate(
                 rounds=stats.rounds,
                 histogram=list(stats.accept_histogram),
                 confidences=list(_judged(recorder.confidences, ends, drafter.max_width)),
+                plain=[alone[-1].stats],
+                speculative=[stats],
             ),
         )
+
+
+def byte_limit(model: Any, drafter: Drafter, found: Acceptance, chip: Chip) -> dict[str, Any]:
+    """Estimate: tok/s that a chip's bandwidth allows for what was measured, speculative and plain, and their ratio.
+
+    By bytes alone, every weight read once a pass: real passes of several rows cost more.
+    """
+    rates = []
+    for runs, used in ((found.speculative, drafter), (found.plain, None)):
+        moved = sum(account(model, stats, used).total for stats in runs)
+        rates.append(chip.bandwidth * 1e9 * sum(stats.generation_tokens for stats in runs) / moved)
+    speculative, plain = rates
+    return {
+        "chip": chip.name,
+        "bandwidth": chip.bandwidth,
+        "speculative_tps": speculative,
+        "plain_tps": plain,
+        "ratio": speculative / plain,
+    }
 
 
 def _judged(confidences: list[mx.array | None], ends: list[int], width: int) -> Iterator[tuple[float, bool]]:

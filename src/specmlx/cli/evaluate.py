@@ -1,0 +1,122 @@
+"""`specmlx evaluate`: what a drafter is worth on the user's own prompts."""
+
+import json
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specmlx.cli import options
+from specmlx.cli.terminal import answers, show_status
+
+if TYPE_CHECKING:
+    from specmlx.receipts.evaluation import Acceptance
+
+ALL = "all"
+
+
+@click.command(short_help="Measure a drafter on prompts of your own.")
+@options.model_options
+@options.draft_model_option
+@click.option("--data", required=True, metavar="FILE|HUB_DATASET", help="JSONL, as specmlx train takes it.")
+@click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Most prompts.")
+@click.option("--held-out", is_flag=True, help="Only the rows that specmlx train keeps apart for measuring.")
+@options.max_tokens_option(256)
+@options.sampling_options
+@click.option("--chip", metavar="NAME", help="Also estimate the byte limit on this chip, like 'M4 Max 40-core'.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def evaluate(
+    target: options.ModelFlags,
+    sampling: options.SamplingFlags,
+    draft_model: str,
+    data: str,
+    limit: int,
+    held_out: bool,
+    max_tokens: int,
+    chip: str | None,
+    as_json: bool,
+) -> None:
+    """Answer prompts plainly and with the drafter: acceptance by category and slot, and whether every text is the same.
+
+    Exit code 1 where a text differs.
+
+    \b
+    specmlx evaluate --model my-fine-tune --draft-model my-drafter --data prompts.jsonl --held-out
+    """
+    sampling.check()
+    if draft_model == "none":
+        raise click.UsageError("--draft-model none leaves nothing to measure: name a drafter.")
+    if sampling.temp > 0 and sampling.seed is None:
+        raise click.UsageError("--temp needs --seed: without one, two decodings draw different tokens.")
+    from specmlx.receipts.chips import chip_named
+    from specmlx.training.dataset import find_rows
+
+    on = None if chip is None else chip_named(chip)
+    rows = [row for row in find_rows(data) if row.text is None and (row.held_out or not held_out)][:limit]
+    if not rows:
+        raise ValueError(f"{data} holds no prompt{' that is held out' if held_out else ''}")
+    with answers() as out:
+        from specmlx.receipts.evaluation import Acceptance, byte_limit
+        from specmlx.receipts.evaluation import evaluate as measured
+
+        model, tokenizer = target.load(draft_model)
+        drafter = model.draft_model
+        if drafter is None:
+            raise ValueError(f"there is no drafter to measure: {model.no_draft_reason}")
+        settings = dict(
+            sampler=sampling.sampler(tokenizer), seed=sampling.seed, logits_processors=sampling.processors()
+        )
+        prompts = [row.ids(tokenizer) for row in rows]
+        categories = [row.category or ALL for row in rows]
+        sums: dict[str, Acceptance] = defaultdict(Acceptance)
+        for category, found in measured(
+            model, tokenizer, drafter, prompts, categories, max_tokens=max_tokens, **settings
+        ):
+            if category != ALL:
+                sums[category] += found
+            sums[ALL] += found
+            show_status(f"{sums[ALL].prompts} of {len(prompts)} prompts")
+        show_status("")
+        limit_on = None if on is None else byte_limit(model, drafter, sums[ALL], on)
+        if as_json:
+            click.echo(json.dumps(_object(sums, limit_on)), file=out)
+        else:
+            for line in _lines(sums, limit_on):
+                click.echo(line, file=out)
+    click.get_current_context().exit(0 if sums[ALL].identical == sums[ALL].prompts else 1)
+
+
+def _lines(sums: "dict[str, Acceptance]", limit: dict[str, Any] | None):
+    total = sums[ALL]
+    yield f"{'':<14} {'prompts':>7} {'tokens':>7} {'τ':>6}  slot by slot, kept where those before were"
+    for name in sorted(sums, key=lambda name: (name != ALL, name)):
+        found = sums[name]
+        slots = " ".join(f"{share:.2f}" for share in found.slots())
+        yield f"{name:<14.14} {found.prompts:>7} {found.tokens:>7} {found.acceptance_length:>6.2f}  {slots}"
+    if bins := total.calibration():
+        yield "the drafter's own estimate, and how often such a token was kept:"
+        yield "  " + "  ".join(f"{estimate:.2f} → {kept:.2f} ({n})" for estimate, kept, n in bins)
+    yield f"parity: {total.identical} of {total.prompts} texts identical to plain decoding"
+    if limit:
+        yield (
+            f"estimate for {limit['chip']} ({limit['bandwidth']:.0f} GB/s), by bytes alone, weights read once a pass: "
+            f"at most {limit['speculative_tps']:.1f} tok/s, plain decoding {limit['plain_tps']:.1f} "
+            f"({limit['ratio']:.2f} ×)"
+        )
+
+
+def _object(sums: "dict[str, Acceptance]", limit: dict[str, Any] | None) -> dict[str, Any]:
+    categories = {
+        name: {
+            "prompts": found.prompts,
+            "identical": found.identical,
+            "tokens": found.tokens,
+            "rounds": found.rounds,
+            "acceptance_length": found.acceptance_length,
+            "accept_histogram": found.histogram,
+            "slots": found.slots(),
+            "calibration": [dict(estimate=e, kept=k, count=n) for e, k, n in found.calibration()],
+        }
+        for name, found in sums.items()
+    }
+    return {"categories": categories, "estimate": limit}
