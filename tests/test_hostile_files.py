@@ -6,6 +6,7 @@ import resource
 import shutil
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from mlx_lm.utils import save_config, save_model
 from rig import TINY, mlx_lm_twin, tiny
 
+from specmlx.inspection import inspect_path
+from specmlx.loading import load, load_drafter, resolve
 from specmlx.targets.checkpoint import load_target
 
 SMALL = TINY | {"num_hidden_layers": 2, "full_attention_interval": 2}
@@ -41,21 +44,20 @@ VALUES += ["a" * 5000, [], [[]], {}, {"a": 1}, [1] * 9, [None], ["full_attention
 TOGETHER = 200 << 20
 
 
-def nested(depth: int) -> list:
-    value: list = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 def outcome(path: Path) -> str:
-    """ "loads", or the one line that it ends in."""
+    """The one line that a path is refused with, or "loads"."""
+    said = one_line(lambda: inspect_path(path))
+    return one_line(lambda: load_target(path, lazy=True)) or said or "loads"
+
+
+def one_line(call: Callable[[], Any]) -> str:
+    """What a call was refused with, if it was."""
     try:
-        load_target(path, lazy=True)
+        call()
     except ValueError as error:
         assert "\n" not in str(error) and 10 < len(str(error)) < 900, str(error)[:300]
         return str(error)
-    return "loads"
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +187,21 @@ def test_arrays_in_arrays_of_a_gguf_end_at_a_depth(tmp_path):
     key = struct.pack("<Q", 1) + b"k" + value
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + bytes(64))
     assert "at depth 4" in outcome(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_100_mutated_drafter_configs_load_or_are_refused_in_one_line(kind, tmp_path):
+    rng = random.Random(3)
+    path = tmp_path / "copy"
+    shutil.copytree(resolve(f"demo/{kind}"), path)
+    target, _ = load("demo", draft_model=None)
+    original, seen = json.loads((path / "config.json").read_text()), set()
+    for _ in range(100):
+        config = json.loads(json.dumps(original))
+        part = rng.choice([config, config, config.get("dflash_config") or config])
+        for key in rng.sample(sorted(part), rng.choice([1, 1, 2])):
+            part[key] = rng.choice(VALUES)
+        (path / "config.json").write_text(json.dumps(config))
+        one_line(lambda: inspect_path(path))
+        seen.add(one_line(lambda: load_drafter(str(path), target)).replace(str(path), "")[:60])
+    assert len(seen) > 10

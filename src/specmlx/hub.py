@@ -10,6 +10,8 @@ from specmlx.formats.remote import remote_header, remote_json
 
 # No code: nothing of a repository is ever run. README.md says what a model was made from.
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "README.md")
+# The same weights once more, in other formats.
+NOT = ("consolidated*", "original/*", "onnx/*", "metal/*")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,13 @@ def download(name: str, revision: str | None = None, local_only: bool = False) -
 
     try:
         return Path(
-            snapshot_download(name, revision=revision, allow_patterns=list(PATTERNS), local_files_only=local_only)
+            snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=list(PATTERNS),
+                ignore_patterns=list(NOT),
+                local_files_only=local_only,
+            )
         )
     except LocalEntryNotFoundError:
         raise ValueError(

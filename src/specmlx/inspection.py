@@ -35,6 +35,8 @@ GROUPS = {
     "convolutions": r"_conv\.",
 }
 OTHERS = "norms and others"
+# What values of other types than a config should have may raise.
+_UNFIT = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,10 @@ def inspect_path(path: Path) -> Inspection:
 
 def inspect_tensors(name: str, config: dict[str, Any], tensors: dict[str, Entry], files: int) -> Inspection:
     """The same from a config.json and the headers' tensors, wherever they are from."""
-    what, kind, geometry, questions = _read(config, tensors)
+    try:
+        what, kind, geometry, questions = _read(config, tensors)
+    except _UNFIT as error:
+        what, kind, geometry, questions = TARGET, "unknown", {}, [_one_line(error)]
     groups = _groups({name: entry.nbytes for name, entry in tensors.items()})
     return Inspection(
         path=name,
@@ -150,9 +155,12 @@ def _read_drafter(config: dict[str, Any], names: str) -> tuple[str, str, dict[st
 def _tried(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     try:
         return read(), []
-    # Values of a config may be of any type.
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-        return {}, [" ".join(str(error).split())[:400] or type(error).__name__]
+    except _UNFIT as error:
+        return {}, [_one_line(error)]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400] or type(error).__name__
 
 
 def _sizes(config: HybridConfig) -> dict[str, Any]:

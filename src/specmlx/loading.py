@@ -157,7 +157,12 @@ def _check_before(name: str, model: Model | AnyLM) -> None:
 def _load_files(path: Path, model: Model | AnyLM, dtype: mx.Dtype) -> Drafter:
     if is_language_model(config := read_config(path)) and not is_split_mtp(config):
         return load_small_lm(path, model, dtype)
-    return drafter_checkpoint.load_drafter(path, model, dtype)
+    try:
+        return drafter_checkpoint.load_drafter(path, model, dtype)
+    # Values of a config may be of any type.
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
+        what = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path}/config.json is no drafter's: {type(error).__name__}: {what}") from None
 
 
 def resolve(path_or_hf_repo: str, revision: str | None = None, local_only: bool = False) -> Path:

@@ -16,11 +16,11 @@ from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.drafters.vocabulary import DraftVocabulary, published_vocabulary
 from specmlx.drafters.weights import check_names, quantize_as_stored, read_weights
-from specmlx.formats.checkpoint import read_config
+from specmlx.formats.checkpoint import read_config, tensors_of
 from specmlx.formats.dense import column_major
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import place
-from specmlx.targets.checkpoint import cast
+from specmlx.targets.checkpoint import cast, check_sizes
 
 PREFIX = "model."
 # Early SpecForge's files.
@@ -45,6 +45,7 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
         return load_mtp(path, target, dtype)
     if reasons := check_pair(config, target.config):
         raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
+    check_sizes(config, tensors_of(path), path)
     parsed = DrafterConfig.from_dict(config)
     weights = {_renamed(name): weight for name, weight in read_weights(path).items()}
     if is_scaled(weights):

@@ -13,6 +13,8 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 DSPARK_NAMES = (["Qwen3DSparkModel"], ["DSparkDraftModel"], ["Lfm2DSparkDraftModel"])
 # How mlx names its own; the others are told by the tensors (see `formats.scaled`).
 QUANTIZATIONS = ("modelopt", "compressed-tensors", "fp8", "nvfp4")
+# Of a matrix or a vocabulary, and of layers: what a file that is no model might say would take all memory.
+MOST, MOST_LAYERS = 1 << 28, 1_000
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -198,7 +200,8 @@ class _Lookup:
 
     def size(self, name: str, default: int | None = None) -> int:
         value = self(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        most = MOST_LAYERS if name == "num_hidden_layers" else MOST
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
             raise ValueError(f"{name} must be a positive whole number, config.json has {value!r}")
         return value
 

@@ -24,8 +24,10 @@ def check_pair(config: dict[str, Any] | DrafterConfig, target_config: TargetSize
             if is_language_model(config):
                 return lm_reasons(config)
             config = DrafterConfig.from_dict(config)
-        except ValueError as error:
-            return [str(error)]
+        # Values of a config may be of any type.
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            return [text if len(text) <= 300 else f"{text[:300]}…"]
     layers, vocab = target_config.num_hidden_layers, target_config.vocab_size
     reasons = []
     if config.hidden_size != target_config.hidden_size:
