@@ -252,7 +252,7 @@ draft_model_option = click.option(
     "--draft-model",
     default="auto",
     show_default=True,
-    metavar="auto|none|PATH_OR_ID",
+    metavar="auto|none|mtp|ngram|PATH_OR_ID",
     help="Drafter; auto takes what the target names, none decodes plainly.",
 )
 

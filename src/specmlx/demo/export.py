@@ -9,16 +9,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from specmlx.demo.tasks import held_out_examples
+from specmlx.drafters.settings import FREQUENCIES
 from specmlx.formats.checkpoint import read_config
 from specmlx.loading import load, resolve
 
-DRAFTERS = ("dflash", "dspark")
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+DRAFTERS = ("dflash", "dflash2", "dspark", "mtp")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", FREQUENCIES)
 _QUESTIONS_PER_KIND = 4
 
 
 def write_demo(directory: str | Path, dtype: str = "float32", bits: int | None = None, group_size: int = 64) -> Path:
-    """Write the demo target, its drafters (folders dflash/ and dspark/, the latter the default) and held-out prompts.
+    """Write the demo target, its drafters (a folder each; dspark/ is the default) and held-out prompts.
 
     Args:
         directory: new or empty.
