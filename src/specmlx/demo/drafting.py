@@ -12,6 +12,7 @@ from specmlx.demo.tasks import held_out_examples
 from specmlx.drafters.proposal import Drafter
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
+from specmlx.speculation.width import FULL
 from specmlx.targets.hybrid import Model
 
 DRAFTERS = ("demo/dflash", "demo/dflash2", "demo/dspark", "demo/mtp", "ngram")
@@ -45,7 +46,7 @@ def run(model: Model, tokenizer: Any, prompts: list[list[int]], drafter: Drafter
     for i, prompt in enumerate(prompts):
         sampler = None if mode == "greedy" else make_sampler(temp=TEMPERATURE)
         seed = SEED + i if mode == "seeded" else None
-        options = dict(draft_model=drafter, sampler=sampler, seed=seed)
+        options = dict(draft_model=drafter, num_draft_tokens=FULL if drafter else None, sampler=sampler, seed=seed)
         responses = list(stream_generate(model, tokenizer, prompt, MAX_TOKENS, **options))
         texts.append([response.token for response in responses])
         tokens += len(responses)
