@@ -7,7 +7,11 @@ model, tokenizer = load()
 cache = PromptCache(max_bytes=1 << 30)
 messages = [{"role": "system", "content": "You count for people. " * 12}]
 
-for question in ["Can you count from 62 up to 73?", "Can you count from 3 up to 14?", "Can you count from 41 up to 52?"]:
+for question in [
+    "Can you count from 62 up to 73?",
+    "Can you count from 3 up to 14?",
+    "Can you count from 41 up to 52?",
+]:
     messages.append({"role": "user", "content": question})
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     answer = ""

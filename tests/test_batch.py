@@ -176,6 +176,14 @@ def test_a_lane_that_fails_fails_alone(tokenizer):
     assert found.errors[:3] == [None] * 3 and isinstance(found.errors[3], KeyError)
 
 
+def test_a_lane_that_is_too_long_for_the_model_is_refused_and_one_that_fills_it_ends(tokenizer):
+    model = tiny(0, **SMALL, max_position_embeddings=40)
+    prompts = [[7, 8, 9], [5] * 40, [4] * 30]
+    response = batch_generate(model, tokenizer, prompts, max_tokens=20, return_token_ids=True)
+    assert [len(ids or []) for ids in response.token_ids] == [20, 0, 10]
+    assert "has 40 tokens with this prompt: 39 leave place" in str(response.errors[1])
+
+
 def test_a_prompt_cache_serves_a_batch_and_is_filled_by_it(demo):
     model, tokenizer = demo
     start = questions(tokenizer)

@@ -53,7 +53,10 @@ def test_a_chat_runs_the_new_tokens_of_its_turns_only(monkeypatch, capsys):
     assert "62 63 64 65 66 67 68 69 70 71 72 73" in out
     counts = [[int(n) for n in line] for line in re.findall(r"(\d+) prompt tokens, (\d+) of them", out)]
     assert len(counts) == 3 and counts[0][1] == 0
-    assert all(before[0] < cached and prompt - cached < 64 for before, (prompt, cached) in zip(counts, counts[1:], strict=False))
+    assert all(
+        before[0] < cached and prompt - cached < 64
+        for before, (prompt, cached) in zip(counts, counts[1:], strict=False)
+    )
 
 
 def test_an_async_app_streams_to_several_and_one_leaves_early(monkeypatch, capsys):

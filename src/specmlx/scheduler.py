@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specmlx.drafters.proposal import Drafter
+from specmlx.limits import check_memory, context_limit, tokens_left
 from specmlx.prompt_cache import open_cache
 from specmlx.responses import GenerationResponse, Reply
 from specmlx.reuse import Reuse, reusing
@@ -148,6 +149,10 @@ class Scheduler:
 
     def _begin(self, job: Job) -> None:
         options: dict[str, Any] = {}
+        left = tokens_left(context_limit(self.model), len(job.ids))
+        check_memory(self.model, len(job.ids))
+        if left is not None and not 0 < job.max_tokens <= left:
+            job.max_tokens = left
         if self.prompt_cache is not None:
             cache = reusing(self.prompt_cache, self.model, self.tokenizer, self.drafter, job.ids)
             job.reuse = job.resources.enter_context(cache)
