@@ -15,8 +15,12 @@ from rig import EXPERTS, NEXT, by_steps, collect, in_rounds, mlx_lm_twin, same_b
 from scripted import ScriptedDrafter, right_with
 
 import specmlx
+from specmlx.drafters.checkpoint import build
+from specmlx.drafters.config import DrafterConfig
+from specmlx.drafters.pairing import check_pair
 from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
+from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
@@ -302,3 +306,33 @@ def test_a_directory_of_any_mlx_lm_model_loads_and_gives_mlx_lms_tokens(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="no_such_model"):
         specmlx.load(str(tmp_path))
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_block_drafters_run_on_the_taps_embedding_and_head_of_any_model(name, kind):
+    model = AnyLM(random_lm(name, seed=3))
+    dspark = dict(markov_rank=8, enable_confidence_head=False, projector_type="dspark")
+    config = {
+        "architectures": ["DFlashDraftModel" if kind == "dflash" else "DSparkDraftModel"],
+        **{key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
+        **{key: SIZES[key] for key in ("num_key_value_heads", "vocab_size", "rope_theta")},
+        "num_hidden_layers": 2,
+        "block_size": 5,
+        "dflash_config": dict(target_layer_ids=[0, 2], mask_token_id=95, **(dspark if kind == "dspark" else {})),
+    }
+    assert check_pair(config, model.config) == []
+    drafter = build(DrafterConfig.from_dict(config), model)
+    prompt = tokens(5, 30)[0].tolist()
+    theirs = [int(token) for token, _ in generate_step(mx.array(prompt), model.lm, max_tokens=30)]
+    stats = Stats()
+    found = generate_tokens(
+        model, Conversation(model.new_states()), prompt, Policy(), drafter, max_tokens=30, stats=stats
+    )
+    assert [t.id for t in found] == theirs and stats.proposed > 30
+
+    # What the drafter saw of the prompt are the outputs of the two layers, by a pass of the model's own.
+    features = mx.concatenate([f for _, f in model.prefill(model.new_states(), mx.array([prompt]), (0, 2), 16)], axis=1)
+    whole = model.verify(model.new_states(), mx.array([prompt], dtype=mx.int32), (0, 2)).features
+    assert mx.allclose(features, whole, rtol=0, atol=1e-5).item()
