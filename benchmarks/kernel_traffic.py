@@ -58,6 +58,7 @@ def figures(reports: list[msl.Report], M: int, N: int, K: int) -> dict:
         "line_use": round(w.line_use, 3),
         "multiply_adds": round(sum(r.multiply_adds for r in reports) / (M * N * K), 3),
         "instructions": round((main.instructions + main.conversions) / (N * K), 2),
+        "conversions": round(main.conversions / (N * K), 2),
         "x_bytes": sum(b.simd_bytes for b in x),
         "packed_bytes": w.nbytes + sum(b.nbytes for b in scales if b.loads),
         "scale_reads": round(max(used, default=0.0), 3),
@@ -165,13 +166,14 @@ CHIPS = {"M1 Max": (32, 1.3, 400), "M4 Pro": (20, 1.6, 273), "M4 Max": (40, 1.6,
 
 
 def ceilings(row: dict) -> dict[str, tuple[float, float]]:
-    """By chip: products a second, relative to one read of the weights at the bus's full speed, that bytes and that
-    arithmetic allow at most. Arithmetic on public figures, no measurement; M5's tensor units are not in it."""
+    """By chip: billions of weights a second that the bus and the ALUs allow at most.
+
+    Arithmetic on public figures, no measurement. Conversions are left out, as most ride on an operand; so are M5's
+    matrix units.
+    """
     weights = row["N"] * row["K"]
-    operations = row["multiply_adds"] * row["M"] + row["instructions"]
-    found = {}
-    for chip, (cores, clock, bandwidth) in CHIPS.items():
-        floor = row["packed_bytes"] / (bandwidth * 1e9)
-        arithmetic = weights * operations / (cores * 128 * clock * 1e9)
-        found[chip] = (1 / row["weight_reads"], floor / arithmetic)
-    return found
+    operations = row["multiply_adds"] * row["M"] + row["instructions"] - row["conversions"]
+    return {
+        chip: (bandwidth * weights / (row["packed_bytes"] * row["weight_reads"]), cores * 128 * clock / operations)
+        for chip, (cores, clock, bandwidth) in CHIPS.items()
+    }

@@ -64,11 +64,10 @@ def simulated(everything: bool, progress: bool) -> list[dict]:
     if progress:
         for row in rows:
             if row.get("M") in (1, 4, 8, 16) and not row["shape"]:
-                chips = (f"{c} {b:.2f} and {a:.2f}" for c, (b, a) in traffic.ceilings(row).items())
-                click.echo(
-                    f"ceilings by bytes and arithmetic, {row['kernel']} {row['format']} M {row['M']}: "
-                    + "; ".join(chips)
-                )
+                for each in [row, {**row, **row["stock"]}] if row["stock"] else [row]:
+                    chips = (f"{c} {bus:.0f}, {alus:.0f}" for c, (bus, alus) in traffic.ceilings(each).items())
+                    kernel = f"{each['kernel']} {each['format']} M {each['M']}"
+                    click.echo(f"ceilings in 10⁹ weights a second, bus and ALUs, {kernel}: {'; '.join(chips)}")
     for row, bound in broken:
         click.echo(f"not kept: {bound}: {in_one_line(row)}", err=True)
     if broken:

@@ -21,7 +21,7 @@ from specmlx.drafters.small_lm import load_small_lm
 from specmlx.formats.checkpoint import read_config
 from specmlx.hub import download, download_config, is_id
 from specmlx.kernels.backend import on_metal
-from specmlx.kernels.choice import Chooser
+from specmlx.kernels.choice import Chooser, to_stderr
 from specmlx.kernels.linear import choose_kernels, mixed
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
@@ -192,7 +192,7 @@ def _choose_kernels(model: Model | AnyLM, consistent: bool) -> None:
     """Put the kernels that are fastest on this chip into the target's and the drafter's quantized layers."""
     if not on_metal():
         return
-    chooser = Chooser(consistent=consistent)
+    chooser = Chooser(consistent=consistent, tell=to_stderr)
     model.kernel_note = mixed(choose_kernels(model, model.dtype, chooser))
     if isinstance(model.draft_model, (BlockDrafter, MTPDrafter)):
         choose_kernels(model.draft_model.model, model.dtype, chooser)

@@ -1,6 +1,7 @@
 """Which kernel serves an operator on this chip: what a race found, kept in a file, or stock mlx."""
 
 import os
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,12 +38,17 @@ class Choice:
         return ", ".join(parts)
 
 
+def to_stderr(line: str) -> None:
+    """A `tell` for those who would wonder why loading takes longer."""
+    print(f"specmlx: {line}", file=sys.stderr)
+
+
 class Chooser:
     """Picks the kernel of each (operator, shape) and keeps what it picked.
 
     consistent: one variant for every row count, so that a row has the same bits in a pass of one row and of many.
     table: what is known of the chip; default: its file. race: how an unknown shape is decided; `available`: whether
-    kernels can run here at all.
+    kernels can run here at all. tell: takes a line before a race, which takes some seconds, once for a shape and chip.
     """
 
     def __init__(
@@ -52,11 +58,12 @@ class Chooser:
         table: Table | None = None,
         race: Callable[[Operator, Key], Outcome] = race,
         available: bool | None = None,
+        tell: Callable[[str], None] = lambda line: None,
     ):
         self.table = Table.read() if table is None else table
         self.consistent = consistent
         self.choices: dict[str, Choice] = {}
-        self._race = race
+        self._race, self._tell = race, tell
         self._available = on_metal() if available is None else available
 
     def off(self, operator: Operator) -> str | None:
@@ -85,6 +92,8 @@ class Chooser:
                 raise ValueError(f"consistent needs the kernels of {operator.name}, which are off: {reason}")
             return Choice.same(operator, STOCK)
         if name not in self.table.entries:
+            shape = " ".join(str(value) for value in key.values())
+            self._tell(f"choosing the kernel of {operator.name} {shape} on {self.table.chip}, once")
             outcome = self.table.entries[name] = self._race(operator, key)
             for variant, why in outcome.dropped.items():
                 warnings.warn(f"kernel {variant} of {name} is not used on {self.table.chip}: it {why}", stacklevel=4)

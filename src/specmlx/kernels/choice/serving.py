@@ -6,7 +6,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from specmlx.kernels.backend import metal_factory
-from specmlx.kernels.choice.chooser import Chooser
+from specmlx.kernels.choice.chooser import Chooser, to_stderr
 from specmlx.kernels.choice.operator import STOCK
 
 
@@ -25,4 +25,4 @@ def _serves(operator: str, key: tuple) -> bool:
     from specmlx.kernels.choice.operators import OPERATORS
 
     known = {each.name: each for each in OPERATORS}
-    return Chooser().choose(known[operator], dict(key)).variant(1) != STOCK
+    return Chooser(tell=to_stderr).choose(known[operator], dict(key)).variant(1) != STOCK
