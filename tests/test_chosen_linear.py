@@ -5,9 +5,10 @@ import mlx.nn as nn
 import msl
 import pytest
 
+from specmlx.formats.scaled_linear import ScaledLinear
 from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
-from specmlx.kernels.linear import ChosenEmbedding, ChosenLinear, choose_kernels, mixed
+from specmlx.kernels.linear import ChosenEmbedding, ChosenLinear, ChosenScaledLinear, choose_kernels, mixed
 from specmlx.kernels.quantized_matmul import reference
 
 
@@ -71,6 +72,27 @@ def test_a_bias_is_added_and_many_rows_go_to_mlx(tmp_path):
     launches = len(sim.reports)
     assert launches and mx.array_equal(model(x), layer(x))
     assert len(sim.reports) == launches
+
+
+@pytest.mark.parametrize("mode", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_codes_with_a_scale_of_the_tensor_or_of_channels(tmp_path, mode, channels, dtype):
+    layer = ScaledLinear(mode)
+    format = {"group_size": layer.group_size, "bits": layer.bits, "mode": mode}
+    layer.weight, layer.scales = mx.quantize(mx.random.normal((24, 64), key=mx.random.key(1)), **format)
+    layer.output_scale = mx.random.uniform(0.5, 2, (24,) if channels else (), key=mx.random.key(2))
+    layer.bias = mx.arange(24).astype(dtype)
+    x = mx.random.normal((3, 64), key=mx.random.key(0)).astype(dtype)
+    want = x.astype(mx.float32) @ mx.dequantize(layer.weight, layer.scales, dtype=mx.float32, **format).T
+    want = want * layer.output_scale + layer.bias
+    sim, model = msl.Simulator(), nn.Sequential(layer)
+    choose_kernels(model, dtype, chooser(tmp_path, A=0.5), sim.metal_kernel)
+    assert type(model.layers[0]) is ChosenScaledLinear
+    y = model(x)
+    assert y.dtype == dtype
+    assert mx.abs(y - want).max().item() < (0.01 if dtype == mx.bfloat16 else 0.002) * mx.abs(want).max().item()
+    assert bool(sim.reports) == (not channels or dtype == mx.bfloat16)
 
 
 @pytest.mark.parametrize("dtype, outcome", [(mx.bfloat16, {"A": 2.0}), (mx.float32, {"A": 0.5})])

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from specmlx.formats.scaled_linear import ScaledLinear
 from specmlx.kernels.choice import STOCK, Choice, Chooser
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
 from specmlx.kernels.quantized_matmul import quantized_matmul, supported
@@ -56,7 +57,33 @@ class ChosenEmbedding(nn.QuantizedEmbedding):
         return super().as_linear(x) if variant == STOCK else _multiply(self, x, variant, self._factory)
 
 
-def _multiply(layer: nn.Module, x: mx.array, variant: str, factory: Callable) -> mx.array:
+class ChosenScaledLinear(ScaledLinear):
+    """A ScaledLinear with the kernel of a `Choice` for few rows. Parameters and their names stay."""
+
+    @classmethod
+    def of(cls, layer: ScaledLinear, choice: Choice, factory: Callable = mx.fast.metal_kernel) -> "ChosenScaledLinear":
+        """On the layer's own arrays; nothing is copied."""
+        new = cls(layer.mode)
+        for name, value in layer.items():
+            new[name] = value
+        new._choice, new._factory = choice, factory
+        return new
+
+    def __call__(self, x: mx.array) -> mx.array:
+        variant = self._choice.variant(x.size // x.shape[-1])
+        # Scales of channels multiply what is rounded already, and codes alone go beyond float16.
+        if variant == STOCK or (self.output_scale.ndim and x.dtype == mx.float16):
+            return super().__call__(x)
+        if self.output_scale.ndim:
+            y = (_multiply(self, x, variant, self._factory) * self.output_scale).astype(x.dtype)
+        else:
+            y = _multiply(self, x, variant, self._factory, tensor_scale=self.output_scale)
+        return y + self.bias if "bias" in self else y
+
+
+def _multiply(
+    layer: nn.Module, x: mx.array, variant: str, factory: Callable, tensor_scale: mx.array | None = None
+) -> mx.array:
     return quantized_matmul(
         x,
         layer.weight,
@@ -65,9 +92,17 @@ def _multiply(layer: nn.Module, x: mx.array, variant: str, factory: Callable) ->
         group_size=layer.group_size,
         bits=layer.bits,
         mode=layer.mode,
+        tensor_scale=tensor_scale,
         variant=variant,
         kernel=factory,
     )
+
+
+_CHOSEN = {
+    nn.QuantizedLinear: ChosenLinear,
+    nn.QuantizedEmbedding: ChosenEmbedding,
+    ScaledLinear: ChosenScaledLinear,
+}
 
 
 def choose_kernels(
@@ -81,7 +116,7 @@ def choose_kernels(
     chosen: dict[str, Choice] = {}
     replaced = []
     for path, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
-        new = {nn.QuantizedLinear: ChosenLinear, nn.QuantizedEmbedding: ChosenEmbedding}.get(type(layer))
+        new = _CHOSEN.get(type(layer))
         if new is None or not _supported(layer, dtype):
             continue
         N, K = layer.weight.shape[0], layer.weight.shape[1] * 32 // layer.bits
