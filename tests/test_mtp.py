@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from rig import EXPERTS, tiny, tokens
 
 from specmlx.drafters.mtp import MTP, MTPHead
-from specmlx.drafters.proposal import Packable
+from specmlx.drafters.proposal import Joinable, Packable
 from specmlx.loading import load_drafter
 from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
@@ -177,6 +177,19 @@ def test_a_packed_context_proposes_as_the_one_that_it_was_taken_from():
     assert isinstance(context, Packable)
     alone = observed(drafter, ids[1:])
     assert mx.allclose(shown(drafter, copy, 3, [1, 2]), shown(drafter, alone, 3, [1, 2]), atol=2e-5).item()
+
+
+def test_contexts_join_and_part():
+    drafter, text = pair(), [tokens(n, n) for n in (3, 300, 12)]
+    joined = observed(drafter, text[0]).joined([observed(drafter, ids) for ids in text[1:]])
+    assert isinstance(joined, Joinable)
+    assert joined.joined([drafter.new_context()]).length.tolist() == [3, 300, 12, 0]
+    policy = Forced([1, 2, 3, 4])
+    drafter.propose(joined, mx.array([5, 5, 5], dtype=mx.int32), 4, policy)
+    for lane, ids in enumerate(text):
+        alone = shown(drafter, observed(drafter, ids), 5, [1, 2, 3, 4])
+        assert mx.allclose(policy.logits[lane], alone, atol=2e-5).item()
+        assert mx.allclose(shown(drafter, joined.lanes([lane]), 5, [1, 2, 3, 4]), alone, atol=2e-5).item()
 
 
 def test_features_that_do_not_fit_are_refused():

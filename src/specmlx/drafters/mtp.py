@@ -11,7 +11,7 @@ from specmlx.drafters.block_drafter import Target
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.drafters.vocabulary import DraftVocabulary
 from specmlx.formats.identity import fingerprint
-from specmlx.state.kv import KV, reserve, write
+from specmlx.state.kv import KV, merge, reserve, take, write
 from specmlx.targets.config import FULL, HybridConfig
 from specmlx.targets.hybrid import DecoderLayer
 
@@ -86,6 +86,26 @@ class MTPContext:
 
     def arrays(self) -> list[mx.array]:
         return [self.hidden, self.length, self.newest[2], *(self.kv or ())]
+
+    def joined(self, others: "Sequence[MTPContext]") -> "MTPContext":
+        """See `drafters.proposal.Joinable`."""
+        contexts = [self, *others]
+        return self._made(
+            merge([(context.kv, len(context.length)) for context in contexts]),
+            mx.concatenate([context.hidden for context in contexts]),
+            mx.concatenate([context.length for context in contexts]),
+            max(context.bound for context in contexts),
+        )
+
+    def lanes(self, indices: Sequence[int]) -> "MTPContext":
+        at = mx.array(indices, dtype=mx.int32)
+        return self._made(None if self.kv is None else take(self.kv, at), self.hidden[at], self.length[at], self.bound)
+
+    def _made(self, kv: KV | None, hidden: mx.array, length: mx.array, bound: int) -> "MTPContext":
+        made = MTPContext(len(length), hidden.shape[1], hidden.dtype)
+        made.kv, made.hidden, made.length, made.bound = kv, hidden, length, bound
+        made.newest = (length, bound, hidden[:, None])
+        return made
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
         """See `Packable`."""
