@@ -7,6 +7,7 @@ import mlx.core as mx
 import pytest
 
 import specmlx.demo
+from specmlx.batch import batch_generate
 from specmlx.demo.drafting import DRAFTERS, measure, run, same_slots
 from specmlx.demo.make import DRAFTER_CONFIGS, MTP_CONFIG, VOCABULARY
 from specmlx.demo.tasks import held_out_examples
@@ -36,6 +37,16 @@ def test_text_is_the_plain_text_and_most_of_it_is_drafted(name, least, demo):
         drafted = run(target, tokenizer, asked, drafter, mode)
         assert drafted.texts == run(target, tokenizer, asked, None, mode).texts
         assert drafted.tau >= least, mode
+
+
+@pytest.mark.parametrize("name", ["demo/dflash2", "demo/mtp", "ngram"])
+def test_lanes_of_a_batch_are_given_what_they_would_be_alone(name, demo):
+    target, tokenizer = demo
+    asked, drafter = prompts(tokenizer)[2:11:4], load_drafter(name, target)
+    alone = run(target, tokenizer, asked, None, "greedy").texts
+    together = batch_generate(target, tokenizer, asked, max_tokens=160, draft_model=drafter, return_token_ids=True)
+    assert together.token_ids == [text[:-1] for text in alone]
+    assert together.stats.passes < max(map(len, alone))
 
 
 @pytest.mark.parametrize("name", ["demo/dflash", "demo/dflash2", "demo/dspark", "demo/mtp"])
