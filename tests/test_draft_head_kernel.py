@@ -60,6 +60,21 @@ def test_the_chain_takes_the_formulas_tokens(B, S, V, R, dtype, noisy):
     assert draft_head.chain(logits, w1, w2, anchor, noise, 0.7, factory=FACTORY)[0].tolist() == want.tolist()
 
 
+def test_a_chain_over_some_of_the_targets_tokens_goes_by_their_ids():
+    B, S, V, Vd, R = 2, 4, 300, 90, 64
+    # Whole numbers make many of them equal; the ids are in no order.
+    logits, w1, w2 = mx.floor(3 * normal(B, S, Vd)), normal(V, R, seed=1), mx.zeros((Vd, R))
+    w2[::7] = 0.3 * normal(13, R, seed=2)
+    ids = mx.random.permutation(V, key=mx.random.key(3))[:Vd].astype(mx.int32)
+    anchor = mx.array([5, V - 1], dtype=mx.int32)
+    want, _ = reference.chain(logits, w1, w2, anchor, target_ids=ids)
+    assert draft_head.chain(logits, w1, w2, anchor, target_ids=ids, factory=FACTORY)[0].tolist() == want.tolist()
+    # As over the whole vocabulary, where the others can't be drawn.
+    wide, rows = mx.full((B, S, V), -mx.inf), mx.zeros((V, R))
+    wide[:, :, ids], rows[ids] = logits, w2
+    assert reference.chain(wide, w1, rows, anchor)[0].tolist() == want.tolist()
+
+
 @pytest.mark.parametrize("B, S, K, R, dtype", [
     (1, 7, 16, 256, mx.bfloat16),
     (3, 3, 5, 40, mx.float32),

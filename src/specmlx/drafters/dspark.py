@@ -41,13 +41,15 @@ class DSpark(BlockDrafter):
             return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
         hidden = self.slots_hidden(context, anchor, width)
         base, head = self.logits(hidden), self.model.markov_head
+        vocabulary = self.vocabulary
         if policy.greedy and self._rows_as_they_are():
             w1, w2 = head.markov_w1.weight, head.markov_w2.weight
             if self.markov_top_k is None:
-                tokens, _ = chain(base, w1, w2, anchor)
-            else:
+                tokens, _ = chain(base, w1, w2, anchor, target_ids=None if vocabulary is None else vocabulary.ids)
+                return self._proposal(hidden, anchor, tokens, None)
+            if vocabulary is None:
                 tokens, _ = walk(*top_k(base, self.markov_top_k), w1, w2, anchor)
-            return self._proposal(hidden, anchor, tokens, None)
+                return self._proposal(hidden, anchor, tokens, None)
         if self.markov_top_k is not None:
             return self._among_candidates(hidden, base, anchor, policy)
         state, previous, tokens, qs = None, anchor.astype(mx.int32)[:, None], [], []
@@ -61,10 +63,10 @@ class DSpark(BlockDrafter):
         return self._proposal(hidden, anchor, mx.concatenate(tokens, axis=1), q)
 
     def _rows_as_they_are(self) -> bool:
-        """Whether W1's and W2's rows are a token's latent and bias: neither gated, quantized nor of fewer tokens."""
+        """Whether W1's and W2's rows are a token's latent and bias: neither gated nor quantized."""
         head = self.model.markov_head
         dense = type(head.markov_w1) is nn.Embedding and type(head.markov_w2) is nn.Linear
-        return dense and head.kind == "vanilla" and self.vocabulary is None
+        return dense and head.kind == "vanilla"
 
     def _among_candidates(self, hidden: mx.array, base: mx.array, anchor: mx.array, policy: DraftPolicy) -> Proposal:
         """The same with the rows of W2 gathered that belong to each slot's best tokens before the bias."""

@@ -29,6 +29,7 @@ def chain(
     anchor: mx.array,
     noise: mx.array | None = None,
     scale: float = 1.0,
+    target_ids: mx.array | None = None,
     keep_logits: bool = False,
     factory: Callable | None = None,
 ) -> tuple[mx.array, mx.array | None]:
@@ -36,8 +37,8 @@ def chain(
     if metal.supports_chain(logits, w1, w2) and (
         factory := factory or kernel_factory("draft_head", dtype=logits.dtype)
     ):
-        return metal.chain(logits, w1, w2, anchor, noise, scale, keep_logits, factory)
-    tokens, biased = reference.chain(logits, w1, w2, anchor, noise, scale)
+        return metal.chain(logits, w1, w2, anchor, noise, scale, target_ids, keep_logits, factory)
+    tokens, biased = reference.chain(logits, w1, w2, anchor, noise, scale, target_ids)
     return tokens, biased if keep_logits else None
 
 

@@ -1,6 +1,7 @@
 // One slot of the Markov chain over the whole vocabulary: the token before it from the last slot's segments, its row of
 // w1 gathered, and in one pass over w2 the logits, their bias and the best token of each segment.
-// grid (THREADS, segments); eight lanes share a row of w2, which is read once for all B lanes.
+// grid (THREADS, segments); eight lanes share a row of w2, which is read once for all B lanes. MAPPED: the head has a row
+// for some of the target's tokens only, and target_ids says which.
 
 constexpr int CHUNKS = R / 64;
 const int lane = thread_index_in_simdgroup;
@@ -14,7 +15,7 @@ float4 row[B][2 * CHUNKS];
 Best best[B];
 MLX_MTL_PRAGMA_UNROLL
 for (int b = 0; b < B; b++) {
-    const int previous = chosen(before_values, before_ids, b, before_ids_shape[1], V, lane);
+    const int previous = chosen(before_values, before_ids, b, before_ids_shape[1], w1_shape[0], lane);
     if (segment == 0 && thread_position_in_threadgroup.x == 0) {
         previous_tokens[b] = previous;
     }
@@ -65,7 +66,7 @@ for (int v0 = segment * SEGMENT + 4 * simd; v0 < last; v0 += THREADS / 8) {
             if (NOISY) {
                 score = fma(score, scale, float(noise[at]));
             }
-            take(best[b], score, v);
+            take(best[b], score, MAPPED ? target_ids[v] : v);
         }
     }
 }

@@ -15,7 +15,7 @@ _ROWS = 1024
 
 def supports_chain(logits: mx.array, w1: mx.array, w2: mx.array) -> bool:
     """Whether `chain` takes these: dense weights in the logits' dtype, a rank in whole lines, up to four lanes."""
-    dense = logits.dtype == w1.dtype == w2.dtype and w1.shape == w2.shape == (logits.shape[-1], w1.shape[-1])
+    dense = logits.dtype == w1.dtype == w2.dtype and w2.shape == (logits.shape[-1], w1.shape[-1])
     return dense and w1.shape[-1] % 64 == 0 and w1.shape[-1] <= 512 and logits.shape[0] <= 4
 
 
@@ -56,6 +56,7 @@ def chain(
     anchor: mx.array,
     noise: mx.array | None = None,
     scale: float = 1.0,
+    target_ids: mx.array | None = None,
     keep_logits: bool = False,
     factory: Callable = mx.fast.metal_kernel,
 ) -> tuple[mx.array, mx.array | None]:
@@ -64,11 +65,22 @@ def chain(
     segments = -(-V // _ROWS)
     kernel = _kernel("chain_logits" if keep_logits else "chain", factory)
     scale = mx.array(scale, dtype=mx.float32)
-    values, ids = mx.zeros((B, 1)), anchor.astype(mx.int32).reshape(B, 1)
+    # Eight of them, since mlx binds fewer elements in another way: one more kernel to compile.
+    values, ids = mx.zeros((B, 8)), mx.broadcast_to(anchor.astype(mx.int32)[:, None], (B, 8))
     tokens, biased = [], []
     for slot in range(S):
         values, ids, previous, *kept = kernel(
-            inputs=[logits, w1, w2, values, ids, logits if noise is None else noise, scale, mx.array(slot)],
+            inputs=[
+                logits,
+                w1,
+                w2,
+                values,
+                ids,
+                noise if noise is not None else logits,
+                target_ids if target_ids is not None else anchor,
+                scale,
+                mx.array(slot),
+            ],
             template=[
                 ("T", logits.dtype),
                 ("B", B),
@@ -77,6 +89,7 @@ def chain(
                 ("SEGMENT", _ROWS),
                 ("THREADS", _THREADS),
                 ("NOISY", noise is not None),
+                ("MAPPED", target_ids is not None),
             ],
             grid=(_THREADS, segments, 1),
             threadgroup=(_THREADS, 1, 1),
@@ -87,7 +100,7 @@ def chain(
         biased += kept
     last = _kernel("last", factory)(
         inputs=[values, ids],
-        template=[("V", V)],
+        template=[("V", w1.shape[0])],
         grid=(32, B, 1),
         threadgroup=(32, 1, 1),
         output_shapes=[(B,)],
@@ -163,7 +176,7 @@ def _candidates(ids: mx.array, before: mx.array, z: mx.array | None) -> list:
     return [("S", S), ("K", K), ("V", V), ("R", R), ("HAS_Z", z is not None)]
 
 
-_CHAIN = ["logits", "w1", "w2", "before_values", "before_ids", "noise", "scale", "slot"]
+_CHAIN = ["logits", "w1", "w2", "before_values", "before_ids", "noise", "target_ids", "scale", "slot"]
 _ARGUMENTS = {
     "top_k": (["logits"], ["values", "ids"]),
     "merge": (["values", "ids"], ["best_values", "best_ids"]),

@@ -13,18 +13,30 @@ def top_k(logits: mx.array, k: int) -> tuple[mx.array, mx.array]:
 
 
 def chain(
-    logits: mx.array, w1: mx.array, w2: mx.array, anchor: mx.array, noise: mx.array | None = None, scale: float = 1.0
+    logits: mx.array,
+    w1: mx.array,
+    w2: mx.array,
+    anchor: mx.array,
+    noise: mx.array | None = None,
+    scale: float = 1.0,
+    target_ids: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """DSpark's Markov chain (arXiv 2607.05147): x_{s+1} = argmax(scale (U_s + w2 w1[x_s]) + noise_s), x_0 the anchor.
 
     Shapes: logits U `[B, S, V]`, w1 and w2 `[V, R]`, anchor `[B]`, noise `[B, S, V]` float32 (Gumbel, to draw at
-    temperature 1 / scale). Returns tokens `[B, S]` int32 and the logits with their bias `[B, S, V]`, in their dtype.
+    temperature 1 / scale). Where the head has a row for some of the target's tokens only, target_ids `[V]` int32 are
+    theirs; w1 has a row for each of the target's, and of equal tokens the one with the smaller id counts.
+    Returns tokens `[B, S]` int32 and the logits with their bias `[B, S, V]`, in their dtype.
     """
     previous, tokens, biased = anchor, [], []
     for s in range(logits.shape[1]):
         biased.append(logits[:, s] + w1[previous] @ w2.T)
         score = biased[-1] if noise is None else biased[-1].astype(mx.float32) * scale + noise[:, s]
-        previous = mx.argmax(score, axis=-1).astype(mx.int32)
+        if target_ids is None:
+            previous = mx.argmax(score, axis=-1).astype(mx.int32)
+        else:
+            by_id = mx.argsort(target_ids)
+            previous = target_ids[by_id][mx.argmax(score[:, by_id], axis=-1)]
         tokens.append(previous)
     return mx.stack(tokens, axis=1), mx.stack(biased, axis=1)
 
