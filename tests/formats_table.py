@@ -97,7 +97,7 @@ TARGETS = (
         "scaled/fp8",
     ),
     Row(
-        "GGUF `qwen35` (dense): Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K packed; Q6_K and floats dense",
+        "GGUF `qwen35` and `qwen35moe`: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K packed; Q6_K and floats dense",
         "runs; every value to the last bit, transformers' logits within 2e-5",
         "gguf 0.19",
         (
@@ -107,7 +107,7 @@ TARGETS = (
         "gguf",
     ),
     Row(
-        "GGUF: other architectures (experts too), Q2_K, Q3_K, IQ, TQ, MXFP4",
+        "GGUF: other architectures, Q2_K, Q3_K, IQ, TQ, MXFP4",
         "refused, with the tensor's name and type",
         "the same, edited",
         ("test_gguf::test_what_can_not_be_read_is_refused_in_one_line",),

@@ -72,7 +72,7 @@ def test_a_converted_pair_gives_the_text_of_the_pair_and_needs_nothing_named(kin
 
 
 def test_a_gguf_file_becomes_a_directory_of_mlx_lm(tmp_path):
-    expected = mx.load(str(GOLDENS / "gguf" / "expected.safetensors"))
+    expected = mx.load(str(GOLDENS / "gguf" / "model.safetensors"))
     shutil.copy(GOLDENS / "gguf" / "model.gguf", tmp_path)
     out = convert(str(tmp_path / "model.gguf"), tmp_path / "out")
     theirs, _ = load_model(out)

@@ -31,9 +31,10 @@ def test_every_value_of_a_type_is_the_one_that_ggufs_own_package_reads(kind):
     assert mx.array_equal(values, goldens[f"{kind}.values"]).item()
 
 
-def test_a_file_gives_the_logits_of_transformers_on_the_values_that_it_holds():
-    expected = mx.load(str(GOLDENS / "expected.safetensors"))
-    model, config = load_target(GOLDENS / "model.gguf")
+@pytest.mark.parametrize("name", ["model", "experts"])
+def test_a_file_gives_the_logits_of_transformers_on_the_values_that_it_holds(name):
+    expected = mx.load(str(GOLDENS / f"{name}.safetensors"))
+    model, config = load_target(GOLDENS / f"{name}.gguf")
     assert config["num_hidden_layers"] == 2 and model.layers[0].linear_attn.in_proj_qkv.bits == 8
     logits = model.verify(model.new_states(), expected["tokens"][None]).logits[0]
     assert mx.allclose(logits, expected["logits"], rtol=0, atol=2e-5).item()
@@ -114,6 +115,18 @@ def test_what_can_not_be_read_is_refused_in_one_line(case, tmp_path):
     with pytest.raises(ValueError) as error:
         load_target(file)
     assert word in str(error.value) and "\n" not in str(error.value) and str(file) in str(error.value)
+
+
+def test_a_directory_of_several_models_is_refused(tmp_path):
+    shutil.copy(GOLDENS / "model.gguf", tmp_path / "b-00001-of-00001.gguf")
+    assert load_target(tmp_path)[1]["num_hidden_layers"] == 2
+    shutil.copy(GOLDENS / "model.gguf", tmp_path / "c.gguf")
+    with pytest.raises(ValueError, match="has several models"):
+        load_target(tmp_path)
+    assert load_target(tmp_path / "b-00001-of-00001.gguf")[1]["num_hidden_layers"] == 2
+    (tmp_path / "b-00001-of-00001.gguf").rename(tmp_path / "a.gguf")
+    with pytest.raises(ValueError, match=r"has several models \(a.gguf, c.gguf …\): name one file"):
+        load_target(tmp_path)
 
 
 def test_a_missing_part_of_a_split_file_is_named(tmp_path):

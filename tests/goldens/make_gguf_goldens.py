@@ -6,10 +6,10 @@ Run once, from the repository root, with
     python tests/goldens/make_gguf_goldens.py
 
 `blocks.safetensors` holds for each type random blocks uint8 [4, bytes] (4 rows of 256 values, all scales finite) and
-what gguf-py makes of them, float32 [4, 256]. `model.gguf` is a transformers model as llama.cpp's converter lays it out
-(names by gguf's own table; value heads in turns, one of each key head; A as -exp(A_log); norms with their 1 added),
-its tensors quantized by gguf-py in five types; `expected.safetensors` has tokens [N] and the logits [N, V] of
-transformers on the values that gguf-py reads back.
+what gguf-py makes of them, float32 [4, 256]. `model.gguf` and `experts.gguf` are transformers models as llama.cpp's
+converter lays them out (names by gguf's own table; value heads in turns, one of each key head; A as -exp(A_log); norms
+with their 1 added; experts by projection), their tensors quantized by gguf-py in five types; `model.safetensors` and
+`experts.safetensors` have tokens [N] and the logits [N, V] of transformers on the values that gguf-py reads back.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import save_file
-from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 
 HERE = Path(__file__).parent / "gguf"
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
@@ -44,6 +44,7 @@ CONFIG = dict(
     rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
     tie_word_embeddings=False,
 )
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
 QUANTIZED = {
     "attn_qkv": "Q8_0",
     "attn_gate": "Q5_0",
@@ -55,6 +56,12 @@ QUANTIZED = {
     "ffn_gate": "Q4_0",
     "ffn_up": "Q5_1",
     "ffn_down": "Q4_1",
+    "ffn_gate_exps": "Q8_0",
+    "ffn_up_exps": "Q4_0",
+    "ffn_down_exps": "Q5_1",
+    "ffn_gate_shexp": "Q4_1",
+    "ffn_up_shexp": "Q8_0",
+    "ffn_down_shexp": "Q5_0",
     "token_embd": "Q8_0",
     "output": "Q5_0",
 }
@@ -79,12 +86,15 @@ def random_blocks() -> dict[str, np.ndarray]:
     return found
 
 
-def random_model() -> Qwen3_5ForCausalLM:
+def random_model(experts: bool) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**CONFIG)).float().eval()
+    if experts:
+        model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**CONFIG, **EXPERTS)).float().eval()
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**CONFIG)).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.ndim == 2:
+            if p.ndim in (2, 3) and "conv1d" not in name:
                 p.normal_(0, 0.1)
             elif name.endswith("A_log"):
                 p.copy_(torch.linspace(-4, 0, HV))
@@ -108,8 +118,8 @@ def value_heads(name: str, x: np.ndarray) -> np.ndarray:
     return in_turns(x, 1, DV) if part == "out_proj" else x
 
 
-def to_gguf(name: str, x: np.ndarray) -> tuple[str, np.ndarray]:
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, CONFIG["num_hidden_layers"])
+def to_gguf(name: str, x: np.ndarray, arch: gguf.MODEL_ARCH) -> tuple[str, np.ndarray]:
+    table = gguf.get_tensor_name_map(arch, CONFIG["num_hidden_layers"])
     if name.endswith("A_log"):
         return name.replace("model.layers", "blk").replace("linear_attn.A_log", "ssm_a"), -np.exp(value_heads(name, x))
     if name.endswith("dt_bias"):
@@ -118,18 +128,36 @@ def to_gguf(name: str, x: np.ndarray) -> tuple[str, np.ndarray]:
         x = x.squeeze(1)
     elif name.endswith("norm.weight") and "linear_attn" not in name:
         x = x + 1
+    elif name.endswith("shared_expert_gate.weight"):
+        x = x.squeeze(0)
     if "linear_attn" in name:
         x = value_heads(name, x)
     return table.get_name(name, try_suffixes=(".weight",)), x
 
 
-def write_model() -> None:
-    model = random_model()
-    writer = gguf.GGUFWriter(HERE / "model.gguf", "qwen35")
+def separate(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
+    """A tensor by its name, or the two of experts whose gate and up projections are one."""
+    if not name.endswith("experts.gate_up_proj"):
+        return {f"{name}.weight" if name.endswith("experts.down_proj") else name: x}
+    gate, up = np.split(x, 2, axis=1)
+    stem = name.removesuffix("gate_up_proj")
+    return {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+
+
+def write_model(title: str, experts: bool) -> None:
+    model = random_model(experts)
+    arch = gguf.MODEL_ARCH.QWEN35MOE if experts else gguf.MODEL_ARCH.QWEN35
+    writer = gguf.GGUFWriter(HERE / f"{title}.gguf", gguf.MODEL_ARCH_NAMES[arch])
     writer.add_block_count(CONFIG["num_hidden_layers"])
     writer.add_context_length(4096)
     writer.add_embedding_length(CONFIG["hidden_size"])
-    writer.add_feed_forward_length(CONFIG["intermediate_size"])
+    if experts:
+        writer.add_expert_count(EXPERTS["num_experts"])
+        writer.add_expert_used_count(EXPERTS["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(EXPERTS["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(EXPERTS["shared_expert_intermediate_size"])
+    else:
+        writer.add_feed_forward_length(CONFIG["intermediate_size"])
     writer.add_head_count(CONFIG["num_attention_heads"])
     writer.add_head_count_kv(CONFIG["num_key_value_heads"])
     writer.add_key_length(CONFIG["head_dim"])
@@ -144,23 +172,26 @@ def write_model() -> None:
     writer.add_ssm_inner_size(HV * DV)
     writer.add_full_attention_interval(2)
     state = {}
-    for name, p in model.state_dict().items():
-        title, x = to_gguf(name, p.numpy())
-        kind = Type[QUANTIZED.get(title.split(".")[-2] if "." in title else "", "F32")]
-        data = gguf.quantize(x.astype(np.float32), kind)
-        writer.add_tensor(title, data, raw_dtype=kind)
-        state[name] = gguf.dequantize(data, kind).reshape(x.shape) if kind != Type.F32 else x
+    for whole, p in model.state_dict().items():
+        read = []
+        for name, part in separate(whole, p.numpy()).items():
+            place, x = to_gguf(name, part, arch)
+            kind = Type[QUANTIZED.get(place.split(".")[-2] if "." in place else "", "F32")]
+            data = gguf.quantize(np.ascontiguousarray(x, np.float32), kind)
+            writer.add_tensor(place, data, raw_dtype=kind)
+            read.append(gguf.dequantize(data, kind).reshape(x.shape) if kind != Type.F32 else x)
+        state[whole] = np.concatenate(read, axis=1) if len(read) > 1 else read[0]
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     for name, p in model.state_dict().items():
         if not name.endswith(("A_log", "dt_bias", "conv1d.weight", "norm.weight")):
-            p.copy_(torch.tensor(np.ascontiguousarray(undone(name, state[name]))))
+            p.copy_(torch.tensor(np.ascontiguousarray(undone(name, state[name]))).reshape(p.shape))
     tokens = torch.randint(0, CONFIG["vocab_size"], (1, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         logits = model(tokens).logits[0].numpy()
-    save_file({"tokens": tokens[0].numpy().astype(np.int32), "logits": logits}, HERE / "expected.safetensors")
+    save_file({"tokens": tokens[0].numpy().astype(np.int32), "logits": logits}, HERE / f"{title}.safetensors")
 
 
 def undone(name: str, x: np.ndarray) -> np.ndarray:
@@ -176,4 +207,5 @@ def undone(name: str, x: np.ndarray) -> np.ndarray:
 if __name__ == "__main__":
     HERE.mkdir(exist_ok=True)
     save_file(random_blocks(), HERE / "blocks.safetensors")
-    write_model()
+    write_model("model", experts=False)
+    write_model("experts", experts=True)

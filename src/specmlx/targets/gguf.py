@@ -12,7 +12,7 @@ from specmlx.formats.gguf_blocks import GROUP, to_mlx
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
 
-ARCHITECTURE = "qwen35"
+MODEL_TYPES = {"qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
 # Keys of config.json by what they are called behind the architecture's name.
 _KEYS = {
     "hidden_size": "embedding_length",
@@ -26,7 +26,13 @@ _KEYS = {
     "linear_num_key_heads": "ssm.group_count",
     "linear_num_value_heads": "ssm.time_step_rank",
     "full_attention_interval": "full_attention_interval",
-    "intermediate_size": "feed_forward_length",
+}
+_DENSE_KEYS = {"intermediate_size": "feed_forward_length"}
+_EXPERT_KEYS = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LAYER = {
@@ -48,29 +54,47 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+    "ffn_up_exps": "mlp.switch_mlp.up_proj",
+    "ffn_down_exps": "mlp.switch_mlp.down_proj",
 }
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """The GGUF files of a model: the file itself with its other parts, or those of a directory without safetensors."""
+    """The GGUF files of a model: the file itself with its other parts, or the one of a directory without safetensors.
+
+    Raises ValueError where a directory has several models.
+    """
     if path.is_dir():
         files = [] if any(path.glob("*.safetensors")) else sorted(path.glob("*.gguf"))
     else:
         files = [path] if path.suffix == ".gguf" else []
     if files and (part := re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", files[0].name)):
-        return [files[0].with_name(f"{part[1]}-{i:05}-of-{part[2]}.gguf") for i in range(1, int(part[2]) + 1)]
+        parts = [files[0].with_name(f"{part[1]}-{i:05}-of-{part[2]}.gguf") for i in range(1, int(part[2]) + 1)]
+        files = [*parts, *(file for file in files if file not in parts)] if path.is_dir() else parts
+        if len(files) == len(parts):
+            return parts
+    if len(files) > 1:
+        raise ValueError(f"{path} has several models ({', '.join(file.name for file in files[:3])} …): name one file")
     return files
 
 
 def config_of(file: GGUF, vocab_size: int, tied: bool) -> dict[str, Any]:
     """The config.json that a file's metadata amount to. Raises ValueError for another architecture or a missing key."""
     arch = file.metadata.get("general.architecture")
-    if arch != ARCHITECTURE:
-        raise ValueError(f"{file.path} is a {str(arch)[:80]!r}: of GGUF files, specmlx reads {ARCHITECTURE} (Qwen3.5)")
-    wanted = [f"{arch}.{key}" for key in (*_KEYS.values(), "block_count", "ssm.inner_size")]
+    if not isinstance(arch, str) or arch not in MODEL_TYPES:
+        known = ", ".join(MODEL_TYPES)
+        raise ValueError(f"{file.path} is a {str(arch)[:80]!r}: of GGUF files, specmlx reads {known} (Qwen3.5)")
+    keys = _KEYS | (_EXPERT_KEYS if arch == "qwen35moe" else _DENSE_KEYS)
+    wanted = [f"{arch}.{key}" for key in (*keys.values(), "block_count", "ssm.inner_size")]
     if missing := [key for key in wanted if key not in file.metadata]:
         raise ValueError(f"{file.path} lacks {', '.join(missing)}")
-    config = {name: file.metadata[f"{arch}.{key}"] for name, key in _KEYS.items()}
+    config = {name: file.metadata[f"{arch}.{key}"] for name, key in keys.items()}
 
     def number(key: str, default: float) -> Any:
         return file.metadata.get(f"{arch}.{key}", default)
@@ -79,7 +103,7 @@ def config_of(file: GGUF, vocab_size: int, tied: bool) -> dict[str, Any]:
     if bad := [key for key, value in numbers.items() if type(value) not in (int, float) or not value > 0]:
         raise ValueError(f"{file.path}: {bad[0]} is {str(numbers[bad[0]])[:80]}: it must be a positive number")
     return config | {
-        "model_type": "qwen3_5",
+        "model_type": MODEL_TYPES[arch],
         "num_hidden_layers": number("block_count", 0) - number("nextn_predict_layers", 0),
         "linear_value_head_dim": number("ssm.inner_size", 0) // config["linear_num_value_heads"],
         "vocab_size": vocab_size,
@@ -162,6 +186,9 @@ def _named(place: str, layer: dict[str, mx.array], config: HybridConfig) -> dict
         layer = {k: _by_key_head(x, 1, Hk, Hv, x.shape[1] // Hv) for k, x in layer.items()}
     if name == "conv1d":
         layer = {"weight": layer["weight"][..., None]}
+    if place.endswith("shared_expert_gate"):
+        # A matrix of one row, without that axis in the file.
+        layer = {key: value.reshape(1, -1) for key, value in layer.items()}
     return {f"{place}.{key}": value for key, value in layer.items()}
 
 
