@@ -79,7 +79,9 @@ def kv(per_kind: int) -> None:
         for example in examples:
             messages = [{"role": "user", "content": example.question}]
             prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            given = list(stream_generate(model, tokenizer, prompt, 160, drafter, **options))
+            given = list(
+                stream_generate(model, tokenizer, prompt, 160, drafter, num_draft_tokens=drafter.max_width, **options)
+            )
             found.append([response.token for response in given])
             right += "".join(response.text for response in given) == example.answer
             rounds += given[-1].stats.rounds

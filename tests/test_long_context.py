@@ -84,7 +84,7 @@ def test_quantized_keys_are_the_same_at_every_width_and_acceptance(tokenizer, va
         conversation = make_prompt_cache(model)
         drafter = ScriptedDrafter(text, right_with(0.7, width), 7, tap_ids=()) if width else None
         stream = stream_generate(
-            model, tokenizer, prompt, 40, drafter, num_draft_tokens=width or None, prompt_cache=conversation, **options
+            model, tokenizer, prompt, 40, drafter, num_draft_tokens=width, prompt_cache=conversation, **options
         )
         _, given, last = collect(stream)
         if width == 0:
@@ -307,7 +307,8 @@ def test_a_drafter_with_a_window_forgets_what_is_before_it(name):
             rest = prompt[start + 1 :]
         else:
             rest = prompt
-        stream = list(stream_generate(model, tokenizer, rest, 60, drafter, prompt_cache=conversation))
+        full = dict(num_draft_tokens=drafter.max_width)
+        stream = list(stream_generate(model, tokenizer, rest, 60, drafter, prompt_cache=conversation, **full))
         found[start] = ([r.token for r in stream], stream[-1].stats.accept_histogram)
         sizes.append(sum(x.nbytes for x in conversation.draft.context.arrays()))
     row = 2 * drafter.config.num_hidden_layers * drafter.config.num_key_value_heads * drafter.config.head_dim * 4

@@ -1,6 +1,7 @@
 """Reuse of prompts: warm runs against cold ones, on models whose states forget slowly."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import numpy as np
@@ -241,11 +242,14 @@ def test_a_prefill_shows_the_drafter_what_it_will_still_see():
 @pytest.mark.parametrize("name", ["demo/dflash", "demo/dspark"])
 def test_target_and_drafter_begin_from_one_snapshot(name):
     model, tokenizer = specmlx.load(draft_model=name)
+    options = dict(num_draft_tokens=model.draft_model.max_width)
     few_shot = "Can you count from 62 up to 73? " * 20
     prompt = tokenizer.encode(f"<|im_start|>user\n{few_shot}<|im_end|>\n<|im_start|>assistant\n")
     cache = PromptCache()
     list(stream_generate(model, tokenizer, prompt, 2, prompt_cache=cache))
-    cold, warm = (list(stream_generate(model, tokenizer, prompt, 40, prompt_cache=c)) for c in (PromptCache(), cache))
+    cold, warm = (
+        list(stream_generate(model, tokenizer, prompt, 40, prompt_cache=c, **options)) for c in (PromptCache(), cache)
+    )
     assert [r.token for r in warm] == [r.token for r in cold] and warm[-1].cached_tokens > 64
     assert warm[-1].stats.accept_histogram == cold[-1].stats.accept_histogram
     assert warm[-1].stats.accepted > 10
@@ -285,3 +289,26 @@ def test_a_model_that_mlx_lm_runs_reuses_prompts_too(fp32, tokenizer):
         given, last = run(twin, tokenizer, text, cache, drafter=scripted)
         assert given == want and last.cached_tokens == 155
     assert run(fp32, tokenizer, text, cache)[1].cached_tokens == 0
+
+
+def test_threads_share_a_cache(fp32, tokenizer):
+    shared = ids(7, 130)
+    prompts = [shared + ids(seed, 40) for seed in range(4)]
+    want = [run(fp32, tokenizer, prompt)[0] for prompt in prompts]
+    probe = PromptCache()
+    run(fp32, tokenizer, prompts[0], probe)
+    cache = PromptCache(max_bytes=2 * probe.nbytes)
+
+    def ask(n: int) -> tuple[list[int], int]:
+        found = list(stream_generate(fp32, tokenizer, prompts[n % 4], 6, prompt_cache=cache))
+        return [r.token for r in found], found[0].cached_tokens
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(24)))
+    assert [given for given, _ in found] == want * 6
+    counters = cache.counters
+    assert (counters.hits, counters.misses) == (sum(c > 0 for _, c in found), sum(c == 0 for _, c in found))
+    assert counters.reused_tokens == sum(cached for _, cached in found) > 0
+    held = [snapshot for _, snapshot, _ in cache.snapshots()]
+    pieces = {piece for snapshot in held for piece in snapshot.piece.chain()}
+    assert cache.nbytes == sum(x.nbytes for x in [*held, *pieces]) <= cache.max_bytes

@@ -72,7 +72,10 @@ def test_a_drafters_context_comes_back_too(tmp_path):
     other.load(tmp_path / "a")
     model, tokenizer = load(draft_model=None)
     drafter = load_drafter("demo/dspark", model)
-    ends = [list(stream_generate(model, tokenizer, prompt, 30, drafter, prompt_cache=c))[-1] for c in (cache, other)]
+    ends = [
+        list(stream_generate(model, tokenizer, prompt, 30, drafter, prompt_cache=c, num_draft_tokens=8))[-1]
+        for c in (cache, other)
+    ]
     assert ends[1].cached_tokens > 64 and ends[0].stats.accept_histogram == ends[1].stats.accept_histogram
     short = PromptCache()
     list(stream_generate(model, tokenizer, [5], 2, drafter, prompt_cache=short))
