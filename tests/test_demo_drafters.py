@@ -5,9 +5,11 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from click.testing import CliRunner
 
 import specmlx.demo
 from specmlx.batch import batch_generate
+from specmlx.cli import main
 from specmlx.demo.drafting import DRAFTERS, measure, run, same_slots
 from specmlx.demo.make import DRAFTER_CONFIGS, MTP_CONFIG, VOCABULARY
 from specmlx.demo.tasks import held_out_examples
@@ -63,6 +65,19 @@ def test_a_shortlist_of_the_demos_frequent_tokens_drafts_the_same_text(demo):
     assert sorted(ids) == list(range(VOCABULARY))
     report = measure(target, tokenizer, prompts(tokenizer)[:1], ("ngram",), "demo/dspark")
     assert all(f["identical"] for f in [*report["drafters"].values(), *report["settings"]])
+
+
+def test_cheaper_drafters_are_compared_and_answer_on_the_command_line():
+    prompt = ["--prompt", "Can you count from 62 up to 65?", "--max-tokens", "24"]
+    cheaper = ["--draft-quantize", "8", "--draft-vocab", "640"]
+    args = [*prompt, "--draft-model", "demo/dflash2", "--draft-model", "demo/mtp", *cheaper, "--json"]
+    result = CliRunner().invoke(main, ["parity", *args])
+    assert result.exit_code == 0, result.stderr
+    assert list(json.loads(result.stdout)["comparisons"]) == ["demo/dflash2", "demo/mtp"]
+    result = CliRunner().invoke(main, ["generate", *prompt, "--draft-model", "ngram", "--draft-quantize", "8"])
+    assert result.exit_code == 2 and "a NGram drafter has no use for it" in result.stderr
+    result = CliRunner().invoke(main, ["generate", *prompt, "--draft-markov-top-k", "64", "--verbose", "false"])
+    assert result.exit_code == 0 and result.stdout.startswith("62 63 64 65 ")
 
 
 def test_the_embedded_drafters_are_those_that_the_code_trains_and_fit_in_the_wheel():

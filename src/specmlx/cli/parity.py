@@ -4,13 +4,14 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from specmlx.cli import options, parity_report
+from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.terminal import answers, status
 
 MLX_LM = "mlx-lm"
@@ -34,6 +35,7 @@ PROMPTS = (
     metavar="auto|PATH_OR_ID",
     help="Drafter; may be repeated.",
 )
+@draft_options
 @options.num_draft_tokens_option("full")
 @click.option("--prompt", "-p", multiple=True, help="May be repeated. Default: some of specmlx's own.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
@@ -48,6 +50,7 @@ def parity(
     sampling: options.SamplingFlags,
     template: options.TemplateFlags,
     draft_model: tuple[str, ...],
+    drafting: DraftFlags,
     num_draft_tokens: int | str,
     prompt: tuple[str, ...],
     prompts: Path | None,
@@ -62,8 +65,10 @@ def parity(
     with answers() as out, _files(target, reference) as files:
         from specmlx.receipts.parity import verdicts
 
-        model, tokenizer = files.load("auto" if "auto" in draft_model else None)
-        drafters = _drafters(model, draft_model, num_draft_tokens)
+        model, tokenizer = files.load(
+            "auto" if "auto" in draft_model else None, drafting=drafting if "auto" in draft_model else None
+        )
+        drafters = _drafters(model, draft_model, num_draft_tokens, drafting)
         ids = [template.ids(tokenizer, text) for text in texts]
         others = _reference(files, sampling, tokenizer, ids, max_tokens) if reference else {}
         results = {name: [] for name in (*drafters, *others)}
@@ -134,13 +139,13 @@ def _files(target: options.ModelFlags, reference: str | None) -> Iterator[option
         yield replace(target, model=str(write_demo(directory)))
 
 
-def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str) -> dict[str, Any]:
+def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: DraftFlags) -> dict[str, Any]:
     from specmlx.loading import load_drafter
 
     drafters = {}
     for name in names:
         with options.loading(name):
-            drafter = model.draft_model if name == "auto" else load_drafter(name, model)
+            drafter = model.draft_model if name == "auto" else load_drafter(name, model, **asdict(drafting))
         if drafter is None:
             raise ValueError(f"{model.no_draft_reason}: pass --draft-model")
         options.check_width(drafter, num_draft_tokens)
