@@ -19,6 +19,7 @@ _COMMANDS = (
     "convert",
     "cache",
     "parity",
+    "bench",
     "train",
     "evaluate",
     "roofline",

@@ -1,8 +1,9 @@
 """Ceiling lines over the acceptance length, a line a chip, with claims as points. Needs matplotlib."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from specmlx.receipts.benchmark import Row
 from specmlx.receipts.chips import Chip
 from specmlx.receipts.roofline import Roofline
 
@@ -53,4 +54,29 @@ def plot_ceilings(
     axes.grid(alpha=0.3)
     axes.set_title(title, fontsize=9)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=150)
+
+
+def plot_speeds(suites: Mapping[str, Sequence[Row]], path: Path, title: str = "") -> None:
+    """Write the decoding speed of each mode by suite, with quartiles; ratios above the bars where there are any."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    modes = [row.mode for row in next(iter(suites.values()))]
+    for i, mode in enumerate(modes):
+        at = [x + (i - (len(modes) - 1) / 2) * 0.27 for x in range(len(suites))]
+        rows = [next(row for row in rows if row.mode == mode) for rows in suites.values()]
+        tps = [row.decode_tps for row in rows]
+        errors = [[each.median - each.low for each in tps], [each.high - each.median for each in tps]]
+        axes.bar(at, [each.median for each in tps], 0.25, yerr=errors, capsize=2, label=mode)
+        for x, row in zip(at, rows, strict=True):
+            if row.decode_ratio is not None:
+                axes.annotate(f"{row.decode_ratio.median:.2f}×", (x, row.decode_tps.high), ha="center", fontsize=7)
+    axes.set_xticks(range(len(suites)), list(suites))
+    axes.set_ylabel("tok/s, decoding")
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)

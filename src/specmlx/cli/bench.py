@@ -1,0 +1,160 @@
+"""`specmlx bench`: how fast plain and speculative decoding are on this machine, with what it takes to believe it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specmlx.cli import options
+from specmlx.cli.terminal import answers, note
+
+WRONG = "always wrong"
+
+
+@click.command(short_help="Measure plain and speculative decoding by turns.")
+@options.model_options
+@options.draft_model_option
+@click.option(
+    "--suite",
+    metavar="NAME,…",
+    help="Of code, math, chat, long, hopeless and demo. Default: code,math,chat,long; with the demo pair, demo.",
+)
+@click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
+@options.template_options
+@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Turns; each answers twice.")
+@options.max_tokens_option(128)
+@click.option("--floor", type=float, metavar="X", help="Exit code 1 where auto is not X times plain, end to end.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the JSON, too.")
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="A picture: .png, .svg.")
+def bench(
+    target: options.ModelFlags,
+    template: options.TemplateFlags,
+    draft_model: str,
+    suite: str | None,
+    prompts: Path | None,
+    runs: int,
+    max_tokens: int,
+    floor: float | None,
+    as_json: bool,
+    output: Path | None,
+    plot: Path | None,
+) -> None:
+    """Answer the prompts of each suite greedily: plainly, with all that the drafter proposes, and with as much as is
+    fastest, by turns (ABBA). Speed-ups are printed only if all answers are the same; the exit code is 1 if they aren't.
+
+    Example: specmlx bench --model demo --runs 3 --output bench.json
+    """
+    texts = _texts(target.model, suite, prompts)
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output}: there is no directory {output.parent}")
+    if plot is not None:
+        from specmlx.receipts.plot import check_plot
+
+        check_plot(plot)
+    with answers() as out:
+        model, tokenizer = target.load(draft_model)
+        if model.draft_model is None:
+            raise ValueError(f"there is nothing to compare, since there is no drafter: {model.no_draft_reason}")
+        report, rows = _run(target, model, tokenizer, template, texts, runs, max_tokens)
+        if as_json:
+            click.echo(json.dumps(report), file=out)
+        else:
+            from specmlx.cli.bench_report import lines
+
+            click.echo("\n".join(lines(report)), file=out)
+    if output is not None:
+        output.write_text(json.dumps(report, indent=1))
+    if plot is not None:
+        from specmlx.receipts.plot import plot_speeds
+
+        plot_speeds(rows, plot, f"{report['model']['name']} on {report['machine']['chip']}")
+    slow = [] if floor is None else _below(report, floor)
+    for name, ratio in slow:
+        note(f"{name}: {ratio:.3f} times plain decoding end to end, less than {floor:g}")
+    if slow or report["differing"]:
+        sys.exit(1)
+
+
+def _texts(model: str, suites: str | None, prompts: Path | None) -> dict[str, list[str]]:
+    """Prompts by suite. Raises ValueError for a name that there is not, and for an empty file."""
+    from specmlx.receipts.suites import suite
+
+    if prompts is not None:
+        if suites is not None:
+            raise ValueError("--suite and --prompts: give one of them")
+        lines = [line for line in prompts.read_text().splitlines() if line.strip()]
+        if not lines:
+            raise ValueError(f"{prompts} holds no prompt: write one a line")
+        return {prompts.name: lines}
+    names = suites or ("demo" if model == "demo" else "code,math,chat,long")
+    return {name: list(suite(name)) for name in names.split(",")}
+
+
+def _run(target, model, tokenizer, template, texts, runs, max_tokens) -> tuple[dict[str, Any], dict[str, Any]]:
+    from specmlx.receipts.benchmark import AlwaysWrong, differing, measure, record, table
+    from specmlx.receipts.suites import HOPELESS
+
+    drafters = {name: model.draft_model for name in texts}
+    if HOPELESS in texts:
+        texts[WRONG] = texts[HOPELESS][:2]
+        drafters[WRONG] = AlwaysWrong(model.draft_model, model.vocab_size)
+    answers_in_all = sum(len(prompts) for prompts in texts.values()) * runs * 6
+    measured, everything, begun = {}, [], None
+    with click.progressbar(length=answers_in_all, label="answers", file=sys.stderr) as bar:
+        for name, prompts in texts.items():
+            ids = [template.ids(tokenizer, text) for text in prompts]
+            measured[name] = measure(
+                model, tokenizer, drafters[name], ids, runs=runs, max_tokens=max_tokens, progress=lambda: bar.update(1)
+            )
+            if name != WRONG:
+                everything += measured[name]
+    rows = {name: table(found) for name, found in measured.items()}
+    if len(rows) > 1 and everything:
+        rows["all"] = table(everything)
+    begun = _environment(target, model, max_tokens, runs)
+    wrong = {name: [texts[name][i] for i in differing(found)] for name, found in measured.items()}
+    report = begun | {
+        "differing": {name: prompts for name, prompts in wrong.items() if prompts},
+        "suites": {name: record(found) for name, found in rows.items()},
+    }
+    return report, rows
+
+
+def _environment(target, model, max_tokens: int, runs: int) -> dict[str, Any]:
+    import platform
+    from dataclasses import asdict
+    from importlib.metadata import version
+
+    import mlx.core as mx
+
+    from specmlx import __version__
+    from specmlx.drafters.proposal import Fingerprinted
+    from specmlx.receipts.machine import this_machine
+
+    drafter = model.draft_model
+    versions = {name: version(name) for name in ("mlx", "mlx-lm")}
+    return {
+        "machine": asdict(this_machine()),
+        "versions": versions | {"specmlx": __version__, "python": platform.python_version()},
+        "model": {"name": target.model, "fingerprint": model.fingerprint},
+        "draft_model": {
+            "kind": type(drafter).__name__,
+            "width": drafter.max_width,
+            "fingerprint": drafter.fingerprint if isinstance(drafter, Fingerprinted) else None,
+        },
+        "max_tokens": max_tokens,
+        "runs": runs,
+        "peak_memory_gb": mx.get_peak_memory() / 1e9,
+    }
+
+
+def _below(report: dict[str, Any], floor: float) -> list[tuple[str, float]]:
+    found = []
+    for name, rows in report["suites"].items():
+        ratio = next(row["end_to_end_ratio"] for row in rows if row["mode"] == "auto")
+        if ratio is not None and ratio["median"] < floor:
+            found.append((name, ratio["median"]))
+    return found
