@@ -25,5 +25,5 @@ multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, false, false>(
     y, expert_w, expert_scales, expert_biases, expert_w, expert_scales, expert_biases, x, x_row, N, K, n0, shared,
     simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
 merge<T, TILES, false, false>(
-    y, float2(tensor_scale[0] * decoded_rest<MODE>()), out + m0 * N, x, M, N, n0, shared, simdgroup_index_in_threadgroup,
-    simdgroups_per_threadgroup, thread_index_in_simdgroup);
+    y, decoded_rest<MODE>(), tensor_scale + (tensor_scale_shape[0] == 1 ? 0 : first), tensor_scale_shape[0], tensor_scale, 1,
+    out + m0 * N, x, M, N, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);

@@ -194,11 +194,14 @@ METAL_FUNC float total(threadgroup const float* sums, uint at, uint split) {
   return total;
 }
 
-// The simdgroups' sums, added in ascending order, times out_scale, to rows of out [.., N].
+// The scale of row n: the tensor's, or one of `count` for each row.
+template <typename P> METAL_FUNC float scale_of_row(P scales, uint count, uint n) { return scales[count == 1 ? 0 : n]; }
+
+// The simdgroups' sums, added in ascending order, times `unit` and the tensor's scale, to rows of out [.., N].
 // ADDED: plus `residual` [.., N]. PAIRED: silu(16 columns) times the 16 columns of up_w. Each operation rounds to T.
-template <typename T, int TILES, bool ADDED, bool PAIRED, typename R>
+template <typename T, int TILES, bool ADDED, bool PAIRED, typename P, typename Q, typename R>
 METAL_FUNC void merge(
-    thread const float2* y, float2 out_scale, device T* out, R residual, uint M, uint N, uint n0, threadgroup uint* shared,
+    thread const float2* y, float unit, P scales, uint scale_count, Q up_scales, uint up_count, device T* out, R residual, uint M, uint N, uint n0, threadgroup uint* shared,
     uint simdgroup, uint split, uint lane_index) {
   constexpr uint COLUMNS = PAIRED ? 16 : 32;
   threadgroup float* sums = reinterpret_cast<threadgroup float*>(shared);
@@ -216,9 +219,10 @@ METAL_FUNC void merge(
     for (uint i = 32 * simdgroup + lane_index; i < 8 * COLUMNS; i += 32 * split) {
       const uint row = i / COLUMNS, column = i % COLUMNS, at = 32 * row + column, to = (8 * m + row) * N + n0 + column;
       if (8 * m + row < M && n0 + column < N) {
-        T sum = T(total(sums, at, split) * out_scale.x);
+        const uint n = n0 + column;
+        T sum = T(total(sums, at, split) * (scale_of_row(scales, scale_count, n) * unit));
         if constexpr (PAIRED) {
-          const T up = T(total(sums, at + 16, split) * out_scale.y);
+          const T up = T(total(sums, at + 16, split) * (scale_of_row(up_scales, up_count, n) * unit));
           const T sigmoid = T(1 / (1 + precise::exp(-float(sum))));
           sum = T(float(T(float(sum) * float(sigmoid))) * float(up));
         } else if constexpr (ADDED) {

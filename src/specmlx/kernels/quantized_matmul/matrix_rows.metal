@@ -8,5 +8,6 @@ multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, ORDERED, false>(
     y, w, scales, biases, w, scales, biases, ordered_x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup,
     simdgroups_per_threadgroup, thread_index_in_simdgroup);
 merge<T, TILES, ADDED, false>(
-    y, float2(tensor_scale[0] * decoded_rest<MODE>()), out + m0 * N, residual + (ADDED ? m0 * N : 0), M, N, n0, shared,
-    simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
+    y, decoded_rest<MODE>(), tensor_scale, tensor_scale_shape[0], tensor_scale, 1, out + m0 * N,
+    residual + (ADDED ? m0 * N : 0), M, N, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
+    thread_index_in_simdgroup);

@@ -155,11 +155,11 @@ def quantized_matmul(
     """x `[..., K]` times the transposed weights `[N, K]`: `[..., N]` in x's dtype, sums in float32.
 
     Arguments as `mx.quantized_matmul`, and mode "fp8" (E4M3 bytes viewed as uint32, no scales, group_size None);
-    `tensor_scale` multiplies the result (nvfp4, fp8). Forms: "A" reads every packed word once for up to 16 rows;
-    "AX" is A on x in the order of `order_rows`, with the bits of A; "B" applies affine scales outside the matrix
-    operations, on x in the order of `order_and_sum_rows`; "V" reads once for up to 5 rows. `ordered` is made here
-    unless given. `residual` `[..., N]`, in x's dtype, is added to the rounded product (in "A" and "AX" by the kernel).
-    A row's bits depend on the form, but neither on the other rows nor on how many there are.
+    `tensor_scale`, one number or float32 `[N]`, multiplies the result (nvfp4, fp8). Forms: "A" reads every packed word
+    once for up to 16 rows; "AX" is A on x in the order of `order_rows`, with the bits of A; "B" applies affine scales
+    outside the matrix operations, on x in the order of `order_and_sum_rows`; "V" reads once for up to 5 rows. `ordered`
+    is made here unless given. `residual` `[..., N]`, in x's dtype, is added to the rounded product (in "A" and "AX" by
+    the kernel). A row's bits depend on the form, but neither on the other rows nor on how many there are.
     Raises ValueError for what `supported` refuses.
     """
     _check(x, w, scales, variant, group_size, bits, mode)
@@ -246,7 +246,8 @@ def gather_quantized_matmul(
     """Row `rows[p]` of x `[M, K]` times expert `experts[p]` of w `[E, N, ...]` for every pair p: `[P, N]`, by form A.
 
     `experts` (int32 or uint32, `[P]`) is sorted: an expert that is in use is read once for every 16 of its pairs, or 8
-    where there are at most 8 pairs in all. Raises ValueError for what `supported` refuses.
+    where there are at most 8 pairs in all. `tensor_scale`: one number, or float32 `[E, N]`.
+    Raises ValueError for what `supported` refuses.
     """
     _check(x, w, scales, "A", group_size, bits, mode)
     P, K, N = experts.size, x.shape[-1], w.shape[1]
@@ -277,7 +278,7 @@ def _weights(w, scales, biases, tensor_scale) -> list[mx.array]:
     """The four weight inputs; what a format lacks is bound to something that its kernel never reads."""
     scales = w if scales is None else scales
     tensor_scale = 1.0 if tensor_scale is None else tensor_scale
-    return [w, scales, scales if biases is None else biases, mx.array(tensor_scale, mx.float32).reshape(1)]
+    return [w, scales, scales if biases is None else biases, mx.array(tensor_scale, mx.float32).reshape(-1)]
 
 
 def _template(dtype, K, group_size, bits, mode) -> list:

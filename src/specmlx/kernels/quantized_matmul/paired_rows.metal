@@ -8,5 +8,5 @@ multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, ORDERED, true>(
     y, w, scales, biases, up_w, up_scales, up_biases, ordered_x, x_row, N, K, n0, shared, simdgroup_index_in_threadgroup,
     simdgroups_per_threadgroup, thread_index_in_simdgroup);
 merge<T, TILES, false, true>(
-    y, float2(tensor_scale[0], up_tensor_scale[0]) * decoded_rest<MODE>(), out + m0 * N, x, M, N, n0, shared,
-    simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
+    y, decoded_rest<MODE>(), tensor_scale, tensor_scale_shape[0], up_tensor_scale, up_tensor_scale_shape[0], out + m0 * N, x,
+    M, N, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);

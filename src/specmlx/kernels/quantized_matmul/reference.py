@@ -15,7 +15,7 @@ def dense(
 ) -> mx.array:
     """The weights `[..., N, K]` of packed words `[..., N, K * bits / 32]`, in float32.
 
-    `mode` is one of mlx's, or "fp8": E4M3 bytes with no scale but the tensor's.
+    `mode` is one of mlx's, or "fp8": E4M3 bytes with no scale but `tensor_scale`, one number or `[..., N]`.
     """
     if mode == "fp8":
         weights = mx.from_fp8(w.view(mx.uint8), dtype=mx.float32)
@@ -25,7 +25,10 @@ def dense(
         )
     else:
         weights = mx.dequantize(w, scales, group_size=group_size, bits=bits, mode=mode, dtype=mx.float32)
-    return weights if tensor_scale is None else weights * tensor_scale
+    if tensor_scale is None:
+        return weights
+    # One number, or one for each row.
+    return weights * mx.array(tensor_scale)[..., None]
 
 
 def quantized_matmul(x: mx.array, w: mx.array, scales: mx.array | None, biases: mx.array | None = None, **format):

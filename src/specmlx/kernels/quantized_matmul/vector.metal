@@ -106,10 +106,10 @@ METAL_FUNC void multiply_vectors(
   }
 }
 
-// The sums of 8 lanes, then of the simdgroups in ascending order, times out_scale.
-template <typename T, int ROWS>
+// The sums of 8 lanes, then of the simdgroups in ascending order, times `unit` and the tensor's scale.
+template <typename T, int ROWS, typename P>
 METAL_FUNC void merge_vectors(
-    thread float* y, float out_scale, device T* out, uint M, uint N, uint n0, threadgroup float* sums, uint simdgroup,
+    thread float* y, float unit, P scales, uint scale_count, device T* out, uint M, uint N, uint n0, threadgroup float* sums, uint simdgroup,
     uint split, uint lane) {
 #pragma clang loop unroll(full)
   for (int i = 0; i < RUNS * ROWS; ++i) {
@@ -128,7 +128,7 @@ METAL_FUNC void merge_vectors(
     }
     const uint m = i / (4 * RUNS), n = n0 + i % (4 * RUNS);
     if (m < M && n < N) {
-      out[m * N + n] = T(sum * out_scale);
+      out[m * N + n] = T(sum * (scale_of_row(scales, scale_count, n) * unit));
     }
   }
 }

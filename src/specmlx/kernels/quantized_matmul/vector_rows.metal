@@ -9,5 +9,5 @@ float y[RUNS * ROWS];
 multiply_vectors<T, MODE, BITS, GROUP, ROWS, WHOLE>(
     y, w, scales, biases, x, x_row, N, K, n0, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
 merge_vectors<T, ROWS>(
-    y, tensor_scale[0] * decoded_rest<MODE>(), out + m0 * N, M, N, n0, sums, simdgroup_index_in_threadgroup,
+    y, decoded_rest<MODE>(), tensor_scale, tensor_scale_shape[0], out + m0 * N, M, N, n0, sums, simdgroup_index_in_threadgroup,
     simdgroups_per_threadgroup, thread_index_in_simdgroup);
