@@ -22,7 +22,7 @@ from drafter_kit import (
 from mlx.utils import tree_flatten
 
 from specmlx.drafters.checkpoint import build, load_drafter
-from specmlx.drafters.config import DrafterConfig, default_taps
+from specmlx.drafters.config import DrafterConfig, default_taps, is_language_model
 from specmlx.drafters.dflash import DFlash
 from specmlx.drafters.dflash2 import DFlash2
 from specmlx.drafters.dspark import DSpark
@@ -190,7 +190,7 @@ def test_values_of_any_type_anywhere_end_in_reasons_of_one_line_or_in_a_drafter(
                 inner[place[-1]] = value
                 reasons = check_pair(changed, TARGET)
                 assert all("\n" not in reason for reason in reasons)
-                if not reasons:
+                if not reasons and not is_language_model(changed):
                     build(DrafterConfig.from_dict(changed), golden_target())
                     built += 1
     assert built > 50
