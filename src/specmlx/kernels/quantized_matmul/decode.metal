@@ -14,6 +14,11 @@ template <typename T> METAL_FUNC uint4 load_16_bytes(const constant T* p) {
   return *reinterpret_cast<const constant uint4*>(p);
 }
 
+template <typename T> METAL_FUNC uint2 load_8_bytes(const device T* p) { return *reinterpret_cast<const device uint2*>(p); }
+template <typename T> METAL_FUNC uint2 load_8_bytes(const constant T* p) {
+  return *reinterpret_cast<const constant uint2*>(p);
+}
+
 // Bytes, for words that need not be aligned (2, 3, 5, 6 bits).
 METAL_FUNC const device uchar* bytes_of(const device uint* p) { return reinterpret_cast<const device uchar*>(p); }
 METAL_FUNC const constant uchar* bytes_of(const constant uint* p) { return reinterpret_cast<const constant uchar*>(p); }
@@ -118,7 +123,7 @@ template <int BITS, typename P> METAL_FUNC uint2 load_octet(P w, uint row, uint 
   if constexpr (BITS == 4) {
     return uint2(w[row + k / 8], 0);
   } else if constexpr (BITS == 8) {
-    return uint2(w[row + k / 4], w[row + k / 4 + 1]);
+    return load_8_bytes(w + row + k / 4);
   } else {
     auto bytes = bytes_of(w) + 4 * row + k / 8 * BITS;
     uint words[2] = {0, 0};
