@@ -169,7 +169,7 @@ def test_the_share_of_the_bus_needs_a_bandwidth():
 
 
 def test_a_bandwidth_is_the_measured_one_else_apples_else_unknown(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path / "none" / "yet"))
     mac = Machine("macOS 26.1 arm64", "Apple M5 Max", 2**36, 40, 18, "Metal")
     other = Machine("Linux 6.1 x86_64", "Some CPU", 2**36, None, 2, "CPU")
     assert known_bandwidth(mac) == Bandwidth(614, "Apple's figure of M5 Max 40-core")

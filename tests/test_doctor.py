@@ -36,7 +36,7 @@ def outputs(tmp_path_factory):
     """What it prints for a user with a telling name: as text after a measurement, and then as JSON."""
     home = tmp_path_factory.mktemp("home") / "rosalind-franklin"
     home.mkdir()
-    names = {"HOME": str(home), "USER": "rosalind", "LOGNAME": "rosalind", "XDG_CACHE_HOME": str(home / "cache")}
+    names = {"HOME": str(home), "USER": "rosalind", "LOGNAME": "rosalind", "SPECMLX_CACHE": str(home / "cache")}
     return home, [
         subprocess.run(
             [sys.executable, "-m", "specmlx", "doctor", *args], capture_output=True, text=True, env=os.environ | names

@@ -173,7 +173,7 @@ def kernels(*args):
 
 
 def test_the_command_shows_what_is_kept_and_switches_operators_off(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path))
     monkeypatch.setenv("SPECMLX_KERNELS", "0")
     assert "No shape has been raced yet" in kernels().stdout
     table = Table.read()

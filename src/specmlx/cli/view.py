@@ -1,6 +1,5 @@
 """`specmlx view`: a trace as a page."""
 
-import sys
 from pathlib import Path
 
 import click
@@ -21,6 +20,7 @@ Examples:
 )
 def view(trace: Path, output: Path | None) -> None:
     """Write the TRACE of a generation as one self-contained HTML page, to be opened in any browser."""
+    from specmlx.formats.atomic import write_atomically
     from specmlx.receipts.trace import read_trace
     from specmlx.receipts.view.page import page
 
@@ -32,8 +32,5 @@ def view(trace: Path, output: Path | None) -> None:
     output = trace.with_suffix(".html") if output is None else output
     if output.resolve() == trace.resolve():
         raise ValueError(f"{output} is the trace itself: name another file with -o")
-    partial = output.with_name(f".{output.name}.partial")
-    partial.write_text(html, encoding="utf-8")
-    partial.replace(output)
+    write_atomically(output, [html.encode()])
     note(f"{output}: open it in a browser")
-    sys.stderr.flush()

@@ -15,6 +15,8 @@ from statistics import median
 import mlx.core as mx
 import numpy as np
 
+from specmlx.formats.atomic import write_atomically
+from specmlx.formats.cache import cache_directory
 from specmlx.receipts.chips import chip_named
 
 MEASURED = "measured by specmlx doctor --measure"
@@ -114,9 +116,8 @@ def _rate(run: Callable[[], object], moved: int, seconds: float) -> float:
 
 
 def cache_file() -> Path:
-    """Where measurements are kept, in $XDG_CACHE_HOME or the system's place for caches; the file can be deleted."""
-    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual) / "specmlx" / "bandwidth.json"
+    """Where measurements are kept."""
+    return cache_directory() / "bandwidth.json"
 
 
 def _kept() -> dict[str, float]:
@@ -131,9 +132,7 @@ def _kept() -> dict[str, float]:
 def _keep(key: str, rate: float) -> None:
     file = cache_file()
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(_kept() | {key: rate}), encoding="utf-8")
-    partial.replace(file)
+    write_atomically(file, [json.dumps(_kept() | {key: rate}).encode()])
 
 
 def _system() -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import specmlx
+from specmlx.formats.atomic import write_atomically
 
 FORMAT = "specmlx-trace-1"
 # The drafter's guess; the target's own token after a wrong guess, after a whole right proposal, without a proposal.
@@ -161,9 +162,7 @@ def account_object(account: Any) -> dict[str, Any]:
 
 def write_trace(path: Path, trace: Trace) -> None:
     """Write a trace, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(trace.as_object(), ensure_ascii=False), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(path, [json.dumps(trace.as_object(), ensure_ascii=False).encode()])
 
 
 def read_trace(path: Path) -> Trace:

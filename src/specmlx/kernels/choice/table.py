@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -12,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 import specmlx
+from specmlx.formats.cache import cache_directory
 from specmlx.kernels.choice.operator import Key, Operator, Outcome
 
 
@@ -27,10 +27,8 @@ def this_version() -> str:
 
 
 def table_path(chip: str) -> Path:
-    """In $XDG_CACHE_HOME or the system's place for caches; the file can be deleted."""
-    usual = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / usual)
-    return root / "specmlx" / f"kernels-{re.sub(r'[^a-z0-9]+', '-', chip.lower()).strip('-')}.json"
+    """In the cache directory; the file can be deleted."""
+    return cache_directory() / f"kernels-{re.sub(r'[^a-z0-9]+', '-', chip.lower()).strip('-')}.json"
 
 
 def entry_name(operator: Operator, key: Key) -> str:
