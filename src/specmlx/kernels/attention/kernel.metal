@@ -1,10 +1,14 @@
 // One chunk of keys for all L rows of all G heads of a key head: unnormalised output and its softmax statistics.
-// Block by block of KB keys: scores (a simdgroup has 8 keys), softmax (a simdgroup has whole rows), output (a simdgroup
-// has 8 NC columns). So each key and each value is loaded by one simdgroup, once. grid (32 NS, chunks, B Hq / G).
+// Block by block of KB keys: scores (a simdgroup has a tile of 8 keys), softmax (a simdgroup has whole rows), output (a
+// simdgroup has 8 NC columns). So each key and each value is read once. grid (32 NS, chunks, B Hq / G).
 
 constexpr int ROWS = L * G;
 constexpr int RT = (ROWS + 7) / 8;
 constexpr int NS = D / (8 * NC);
+constexpr int TILES = KB / 8;
+// Where there are more simdgroups than tiles of keys, as many share a tile's rows between them.
+constexpr int PARTS = NS >= TILES ? NS / TILES : 1;
+constexpr int PART = (RT + PARTS - 1) / PARTS;
 constexpr int STRIDE = KB + 8;  // rows a quarter of the banks apart
 // Elements of a key that a lane loads at once: 16 bytes, or less where 8 lanes of them don't divide the head.
 constexpr int MOST = 128 / BITS;
@@ -55,15 +59,18 @@ for (int rt = 0; rt < RT; rt++) {
     }
 }
 
+// This simdgroup's tiles of keys and of rows; those that are left over have none.
+const int first_rt = simd / TILES * PART;
+const int first_kt = simd < TILES * PARTS && first_rt < RT ? simd % TILES : TILES;
 // Blocks lie on multiples of KB, whichever of them the window lets in.
 const int block0 = oldest > begin ? begin + (oldest - begin) / KB * KB : begin;
 for (int block = block0; block < end; block += KB) {
-    for (int kt = simd; kt < KB / 8; kt += NS) {
+    for (int kt = first_kt; kt < TILES; kt += NS) {
         const int key0 = block + 8 * kt + column;
-        float2 sum[RT];
+        float2 sum[PART];
         MLX_MTL_PRAGMA_UNROLL
-        for (int rt = 0; rt < RT; rt++) {
-            sum[rt] = float2(0, 0);
+        for (int i = 0; i < PART; i++) {
+            sum[i] = float2(0, 0);
         }
         float2 key_scale = float2(scale, scale);
         if (block + 8 * kt < end) {
@@ -102,8 +109,11 @@ for (int block = block0; block < end; block += KB) {
                         }
                     }
                     MLX_MTL_PRAGMA_UNROLL
-                    for (int rt = 0; rt < RT; rt++) {
-                        const int r = min(8 * rt + row, ROWS - 1);
+                    for (int part = 0; part < PART; part++) {
+                        if (RT % PARTS != 0 && first_rt + part >= RT) {
+                            break;
+                        }
+                        const int r = min(8 * (first_rt + part) + row, ROWS - 1);
                         const size_t q_row = size_t(b * Hq + group * G + r % G) * L + r / G;
                         const device T* q_at = q + q_row * D + d0 + column * E + i0;
                         const Words<QUERY_BYTES> x = load_words<QUERY_BYTES>((const device uchar*)q_at);
@@ -112,21 +122,25 @@ for (int block = block0; block < end; block += KB) {
                         for (int i = 0; i < SUB; i++) {
                             const float2 a = float2(
                                 element<PLAIN, 8 * sizeof(T), T>(x, i), element<PLAIN, 8 * sizeof(T), T>(y, i));
-                            multiply_add(sum[rt], a, k[i]);
+                            multiply_add(sum[part], a, k[i]);
                         }
                     }
                 }
             }
         }
         MLX_MTL_PRAGMA_UNROLL
-        for (int rt = 0; rt < RT; rt++) {
+        for (int part = 0; part < PART; part++) {
+            const int rt = first_rt + part;
+            if (rt >= RT) {
+                break;
+            }
             const int position = row0_position + min(8 * rt + row, ROWS - 1) / G;
             // Selected, never multiplied: a stale key may be NaN.
             const bool seen_a = sees<FIRST, WINDOW>(position, key0) && key0 < end;
             const bool seen_b = sees<FIRST, WINDOW>(position, key0 + 1) && key0 + 1 < end;
             threadgroup float* score = scores + (8 * rt + row) * STRIDE + 8 * kt + column;
-            score[0] = seen_a ? sum[rt].x * key_scale.x : -INFINITY;
-            score[1] = seen_b ? sum[rt].y * key_scale.y : -INFINITY;
+            score[0] = seen_a ? sum[part].x * key_scale.x : -INFINITY;
+            score[1] = seen_b ? sum[part].y * key_scale.y : -INFINITY;
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -175,11 +189,11 @@ for (int block = block0; block < end; block += KB) {
     const int d = 8 * NC * simd + column * NC;
     const device uchar* bytes = (const device uchar*)values + d * BITS / 8;
     Words<VALUE_BYTES> next = load_words<VALUE_BYTES>(bytes + (first_key + min(block + row, end - 1)) * ROW_BYTES);
-    for (int kt = 0; kt < KB / 8 && block + 8 * kt < end; kt++) {
+    for (int kt = 0; kt < TILES && block + 8 * kt < end; kt++) {
         const int key = block + 8 * kt + row;
         const size_t at = first_key + min(key, end - 1);
         const Words<VALUE_BYTES> words = next;
-        if (kt + 1 < KB / 8 && block + 8 * kt + 8 < end) {
+        if (kt + 1 < TILES && block + 8 * kt + 8 < end) {
             next = load_words<VALUE_BYTES>(bytes + (first_key + min(key + 8, end - 1)) * ROW_BYTES);
         }
         float step = 1, bias = 0;
