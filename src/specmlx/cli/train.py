@@ -48,6 +48,7 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
 @options.max_tokens_option(256)
 @click.option("--temp", type=float, default=0.0, show_default=True, help="Of the target's answers; 0 is greedy.")
 @click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, metavar="STEPS")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curves to a .png or .svg.")
 def train(
     target: options.ModelFlags,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK
+from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, default_taps
 from specmlx.targets.config import HybridConfig
 
 KINDS = (DFLASH, DFLASH2, DSPARK)
@@ -29,7 +29,7 @@ def drafter_config(
         raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
     depth = target.num_hidden_layers
     layers = layers or (5 if depth >= 24 else 2)
-    taps = default_taps(depth, max(layers, 3)) if taps is None else taps
+    taps = tuple(dict.fromkeys(default_taps(depth, max(layers, 3)))) if taps is None else taps
     for name, value, least in (("block_size", block_size, 2), ("layers", layers, 1), ("window", window, 1)):
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}: it must be at least {least}")
@@ -76,14 +76,6 @@ def drafter_config(
             "selector_top_k": 16,
         }
     return config | {"dflash_config": named}
-
-
-def default_taps(depth: int, count: int) -> tuple[int, ...]:
-    """`count` layers spread evenly from the second to the third from the end (z-lab's DFlash configs)."""
-    last = max(depth - 3, 1) if depth > 4 else max(depth - 2, 0)
-    first = min(1, last)
-    spread = [round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)]
-    return tuple(dict.fromkeys(spread))
 
 
 def mask_token(tokenizer: Any, vocab_size: int) -> int:

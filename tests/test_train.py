@@ -1,0 +1,278 @@
+"""Training a drafter for a model of one's own: data, answers, steps, interruptions, what comes out."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from demo_kit import write_model
+from mlx.utils import tree_flatten
+
+from specmlx.cli import main
+from specmlx.drafters.config import DrafterConfig
+from specmlx.generation import stream_generate
+from specmlx.loading import load, load_drafter
+from specmlx.receipts.evaluation import Acceptance
+from specmlx.targets.config import HybridConfig
+from specmlx.training.answers import Answers, Dialogue, distinct_3grams
+from specmlx.training.batches import Batches
+from specmlx.training.dataset import read_rows
+from specmlx.training.geometry import KINDS, drafter_config
+from specmlx.training.loop import Schedule, train
+
+FORMS = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"prompt": "c", "completion": "d", "category": "letters"},
+    {"text": "e f g"},
+    {"prompt": "h"},
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("train") / "target", eos_token_id=[2])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Count from {i} to {i + 5}."}) + "\n" for i in range(60)))
+    return path
+
+
+def arguments(target: Path, data: Path, out: Path, *more: str) -> list[str]:
+    small = ["--steps", "24", "--checkpoint-every", "5", "--batch-size", "2", "--anchors", "4", "--max-tokens", "6"]
+    return ["train", "--model", str(target), "--data", str(data), "--out", str(out), *small, *more]
+
+
+def files(out: Path) -> dict[str, bytes]:
+    return {name: (out / name).read_bytes() for name in ("model.safetensors", "config.json", "training/answers.jsonl")}
+
+
+def squares(model, x):
+    return ((model(x) - 1) ** 2).mean(), {}
+
+
+def test_rows_are_read_in_all_forms_up_to_the_turn_that_the_target_is_to_answer(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in [*FORMS, FORMS[0], "i"]))
+    rows = read_rows(path)
+    assert [row.messages[-1]["content"] if row.messages else row.text for row in rows] == ["a", "c", "e f g", "h", "i"]
+    assert [row.category for row in rows] == ["", "letters", "", "", ""]
+
+
+def test_a_question_is_held_out_whatever_stands_around_it(tmp_path):
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    lines = [json.dumps({"prompt": f"question {i}"}) for i in range(2000)]
+    one.write_text("\n".join(lines))
+    other.write_text("\n".join(reversed(lines[:1000])))
+    held = {row.key for row in read_rows(one) if row.held_out}
+    assert 60 <= len(held) <= 140
+    assert {row.key for row in read_rows(other) if row.held_out} == held & {row.key for row in read_rows(other)}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "line 2: no JSON"),
+        ("3", "line 2: a int"),
+        ('{"question": "x"}', "line 2: has question"),
+        ('{"prompt": ""}', "line 2: prompt must be"),
+        ('{"messages": []}', "line 2: messages ask nothing"),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "line 2: messages ask nothing"),
+        ('{"messages": "x"}', "line 2: messages must be"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(line, says, target, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "x"}\n' + line)
+    result = CliRunner().invoke(main, arguments(target, path, tmp_path / "out"))
+    assert result.exit_code == 2 and says in result.stderr and result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--taps", "7"], "tap 7 can't be used"),
+        (["--taps", "x"], "layer numbers"),
+        (["--block-size", "1"], "block_size is 1"),
+        (["--mask-token-id", "5000"], "5000"),
+        (["--resume"], "no training to go on with"),
+        (["--minutes", "1"], "can't go together"),
+        (["--init", "demo/dflash", "--kind", "dspark"], "is a dflash drafter"),
+    ],
+)
+def test_bad_options_end_in_one_line_and_write_nothing(options, says, target, data, tmp_path):
+    result = CliRunner().invoke(main, arguments(target, data, tmp_path / "out", *options))
+    assert result.exit_code == 2 and says in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_are_the_targets_own_and_made_once(target, data, tmp_path):
+    model, tokenizer = load(str(target), draft_model=None)
+    rows = read_rows(data)[:5]
+    made = Answers(model, tokenizer, tmp_path / "answers.jsonl", max_tokens=6, max_length=64, max_lanes=3)
+    dialogues = made.of(rows)
+    for row, dialogue in zip(rows, dialogues, strict=True):
+        prompt = row.ids(tokenizer)
+        alone = [r.token for r in stream_generate(model, tokenizer, prompt, 6)]
+        assert dialogue == Dialogue(prompt + alone, len(prompt))
+        assert dialogue.weights().tolist() == [0] * (len(prompt) - 1) + [1] * len(alone)
+    # A crash cut the last line short: its answer is made again, the others are read.
+    lines = (tmp_path / "answers.jsonl").read_bytes()
+    (tmp_path / "answers.jsonl").write_bytes(lines[:-9])
+    assert made.of(rows) == dialogues
+    fresh = Answers(model, tokenizer, tmp_path / "answers.jsonl", max_tokens=6, max_length=64)
+    assert len(fresh._known) == 4
+    assert fresh.of(rows) == dialogues and (tmp_path / "answers.jsonl").read_bytes() == lines
+
+
+def test_an_answer_that_goes_round_in_circles_is_left_out():
+    assert distinct_3grams([1, 2, 3] * 20) < 0.1 and distinct_3grams(list(range(30))) == 1
+
+
+def test_a_step_learns_the_same_whenever_it_is_asked_for(target, data, tmp_path):
+    model, tokenizer = load(str(target), draft_model=None)
+    rows = read_rows(data)[:21]
+
+    def batches(name: str) -> Batches:
+        answers = Answers(model, tokenizer, tmp_path / name, max_tokens=5, max_length=64)
+        return Batches(answers, rows, batch_size=4, anchors=3, seed=7, pool=8)
+
+    one, other = batches("one"), batches("other")
+    in_turn = [one(step) for step in range(14)]
+    late = other(9)
+    assert all(mx.array_equal(a, b).item() for a, b in zip(in_turn[9], late, strict=True))
+    assert not mx.array_equal(in_turn[0][0], in_turn[12][0]).item()
+    tokens, weights, anchors = (np.array(x) for x in in_turn[3])
+    assert tokens.shape[1] == weights.shape[1] + 1 and weights.shape[1] % 64 == 0
+    assert all(weights[b, a] == 1 for b, row in enumerate(anchors) for a in row if a >= 0)
+
+
+@pytest.mark.linux_bits
+def test_a_run_killed_at_any_moment_and_resumed_ends_with_the_very_same_files(target, data, tmp_path):
+    whole = CliRunner().invoke(main, arguments(target, data, tmp_path / "whole"))
+    assert whole.exit_code == 0, whole.stderr
+    rng, out, kills = random.Random(3), tmp_path / "killed", 0
+    environment = os.environ | {"MLX_DISABLE_COMPILE": "1"}
+    while not (out / "README.md").exists():
+        resume = ["--resume"] if (out / "training" / "run.json").exists() else []
+        command = [sys.executable, "-m", "specmlx", *arguments(target, data, out, *resume)]
+        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        if kills < 4:
+            # From here on it writes: answers, log and checkpoints.
+            while process.poll() is None and not (out / "training" / "run.json").exists():
+                time.sleep(0.02)
+            time.sleep(rng.uniform(0, 1.5))
+            process.send_signal(signal.SIGKILL if kills % 2 else signal.SIGTERM)
+        process.wait()
+        kills += 1
+    assert kills > 2
+    assert files(out) == files(tmp_path / "whole")
+    steps = [[json.loads(x)["step"] for x in open(f / "training" / "log.jsonl")] for f in (out, tmp_path / "whole")]
+    assert steps[0] == steps[1] == [10, 20, 24]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_out_serves_the_target_and_says_how_it_was_made(kind, target, data, tmp_path):
+    out = tmp_path / kind
+    result = CliRunner().invoke(main, arguments(target, data, out, "--kind", kind, "--window", "64"))
+    assert result.exit_code == 0, result.stderr
+    card = (out / "README.md").read_text()
+    assert "24 steps" in card and "τ" in card and "texts identical" in card
+    model, tokenizer = load(str(target), draft_model=str(out))
+    *_, last = stream_generate(model, tokenizer, "Count.", 6)
+    assert last.stats.mode == "speculative" and last.stats.proposed > 0
+    report = CliRunner().invoke(
+        main,
+        [
+            "evaluate",
+            "--model",
+            str(target),
+            "--draft-model",
+            str(out),
+            "--data",
+            str(data),
+            "-m",
+            "6",
+            "--json",
+            "--limit",
+            "8",
+        ],
+    )
+    assert report.exit_code == 0, report.stderr
+    found = json.loads(report.stdout)["categories"]["all"]
+    assert found["identical"] == found["prompts"] == 8
+    assert sum(found["accept_histogram"]) == found["rounds"]
+    assert found["acceptance_length"] == pytest.approx(found["tokens"] / found["rounds"])
+    assert bool(found["calibration"]) == (kind == "dspark")
+
+
+def test_a_drafter_that_training_begins_with_is_where_it_begins(target, data, tmp_path):
+    start, out = target / "dspark", tmp_path / "out"
+    still = ["--init", str(start), "--learning-rate", "0"]
+    result = CliRunner().invoke(main, arguments(target, data, out, *still))
+    assert result.exit_code == 0, result.stderr
+    model, _ = load(str(target), draft_model=None)
+    before, after = (load_drafter(str(path), model).model.parameters() for path in (start, out))
+    pairs = zip(tree_flatten(before), tree_flatten(after), strict=True)
+    assert all(mx.array_equal(a, b).item() for (_, a), (_, b) in pairs)
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_checkpoint(target, tmp_path):
+    model = nn.Linear(2, 1)
+
+    def batch(step):
+        return (mx.full((1, 2), mx.nan if step == 12 else 1.0),)
+
+    with pytest.raises(FloatingPointError, match="at step 13.* has step 10"):
+        list(train(model, squares, batch, Schedule(1e-3, 20), tmp_path, checkpoint_every=5))
+
+
+def test_accumulated_batches_make_the_gradient_of_one_large_batch(tmp_path):
+    def run(name, batch, accumulate):
+        mx.random.seed(0)
+        model = nn.Linear(3, 1)
+        list(train(model, squares, batch, Schedule(1e-2, 4), tmp_path / name, accumulate=accumulate))
+        return model.weight
+
+    rows = mx.random.normal((4, 2, 3), key=mx.random.key(1))
+    large = run("large", lambda step: (mx.concatenate([rows[0], rows[1]]),), 1)
+    small = run("small", lambda i: (rows[i % 2],), 2)
+    assert mx.allclose(large, small, atol=1e-6).item()
+
+
+@pytest.mark.parametrize("depth", [4, 8, 24, 48, 64])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_default_geometry_is_one_that_the_loader_takes(kind, depth):
+    sizes = dict(
+        hidden_size=64,
+        intermediate_size=96,
+        num_key_value_heads=2,
+        num_hidden_layers=depth,
+        num_attention_heads=4,
+        vocab_size=96,
+    )
+    config = drafter_config(HybridConfig(**sizes), kind, 95)
+    parsed = DrafterConfig.from_dict(config)
+    assert parsed.kind == kind and parsed.is_causal is False and parsed.block_size == 8
+    assert parsed.target_layer_ids == tuple(sorted(set(parsed.target_layer_ids)))
+    assert max(parsed.target_layer_ids) < depth - 1
+    assert depth != 64 or parsed.target_layer_ids == (1, 16, 31, 46, 61), "z-lab's own for 64 layers"
+
+
+def test_slots_and_calibration_are_counted_as_by_hand():
+    found = Acceptance(prompts=1, tokens=9, rounds=4, histogram=[1, 2, 0, 1])
+    assert found.slots() == pytest.approx([3 / 4, 1 / 3, 1 / 1])
+    found.confidences = [(0.95, True), (0.91, False), (0.12, False)]
+    assert found.calibration() == [(0.12, 0.0, 1), (pytest.approx(0.93), 0.5, 2)]
