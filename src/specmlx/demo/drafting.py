@@ -1,7 +1,7 @@
 """How much each drafter of the demo saves, and what cheaper drafting costs: `python -m specmlx.demo.drafting`."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,13 +88,22 @@ class _Contexts(dict):
         return self[drafter]
 
 
-def measure(model: Model, tokenizer: Any, prompts: list[list[int]], drafters: tuple[str, ...], cheaper: str) -> dict:
+def measure(
+    model: Model,
+    tokenizer: Any,
+    prompts: list[list[int]],
+    drafters: tuple[str, ...],
+    cheaper: str,
+    progress: Callable[[str], None] = lambda line: None,
+) -> dict:
     """All figures. `identical` is whether every text is the plain one (what is sampled without a seed has none)."""
     from specmlx.loading import load_drafter
 
+    progress("plain decoding")
     plain = {mode: run(model, tokenizer, prompts, None, mode).texts for mode in ("greedy", "seeded")}
     report: dict[str, Any] = {"prompts": len(prompts), "drafters": {}, "cheaper": cheaper, "settings": []}
     for name in drafters:
+        progress(name)
         drafter = load_drafter(name, model, draft_quantize="none")
         runs = {mode: run(model, tokenizer, prompts, drafter, mode) for mode in ("greedy", "sampled", "seeded")}
         report["drafters"][name] = {
@@ -105,6 +114,7 @@ def measure(model: Model, tokenizer: Any, prompts: list[list[int]], drafters: tu
         return report
     whole = load_drafter(cheaper, model, draft_quantize="none")
     for settings in SETTINGS:
+        progress(f"{cheaper}, {settings}")
         drafter = load_drafter(cheaper, model, **{"draft_quantize": "none", **settings})
         result = run(model, tokenizer, prompts, drafter, "greedy")
         report["settings"].append(
@@ -132,7 +142,7 @@ def main(drafters: tuple[str, ...], cheaper: str, per_kind: int, as_json: bool) 
         tokenizer.apply_chat_template([{"role": "user", "content": example.question}], add_generation_prompt=True)
         for example in held_out_examples(per_kind)
     ]
-    report = measure(model, tokenizer, prompts, drafters or DRAFTERS, cheaper)
+    report = measure(model, tokenizer, prompts, drafters or DRAFTERS, cheaper, lambda line: click.echo(line, err=True))
     if as_json:
         click.echo(json.dumps(report))
         return
