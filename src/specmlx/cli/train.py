@@ -70,6 +70,10 @@ def train(
     """
     if steps and minutes:
         raise click.UsageError("--steps and --minutes can't go together.")
+    if plot:
+        from specmlx.receipts.plot import check_plot
+
+        check_plot(plot)
     from specmlx.training.dataset import find_rows
 
     rows = find_rows(data)

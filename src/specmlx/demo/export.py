@@ -2,13 +2,14 @@
 
 import json
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from specmlx.demo.tasks import held_out_examples
+from specmlx.demo.tasks import held_out_examples, training_examples
 from specmlx.drafters.settings import FREQUENCIES
 from specmlx.formats.checkpoint import read_config
 from specmlx.loading import load, resolve
@@ -16,6 +17,7 @@ from specmlx.loading import load, resolve
 DRAFTERS = ("dflash", "dflash2", "dspark", "mtp")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", FREQUENCIES)
 _QUESTIONS_PER_KIND = 4
+_TRAINING_ROWS = 3000
 
 
 def write_demo(directory: str | Path, dtype: str = "float32", bits: int | None = None, group_size: int = 64) -> Path:
@@ -50,6 +52,8 @@ def write_demo(directory: str | Path, dtype: str = "float32", bits: int | None =
         _write(directory / name, drafter_config, weights)
     questions = [example.question for example in held_out_examples(_QUESTIONS_PER_KIND)]
     (directory / "prompts.txt").write_text("\n".join(questions) + "\n", encoding="utf-8")
+    rows = [{"prompt": e.question, "category": e.kind} for e in islice(training_examples("export"), _TRAINING_ROWS)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return directory
 
 
