@@ -7,8 +7,8 @@ Run once, after make_target_goldens.py, with `pip install torch transformers saf
 transformers has no MTP head: it is put together from its Qwen3_5DecoderLayer and Qwen3_5RMSNorm, and run over the whole
 text for every drafted token, without a cache. `model-mtp.safetensors` (float16) holds `mtp.*` as the published models
 do, norms without the + 1. `expected.safetensors` holds `rows` [rounds] (how many of the target's rows are known before
-each round) and, for each round, logits [rounds, 4, V] and tokens [rounds, 4] of greedy drafts. Hidden rows and tokens
-are target_tied's.
+each round) and, for each round of greedy drafts, the head's normed rows `hidden` [rounds, 4, H], logits [rounds, 4, V]
+and tokens [rounds, 4]. The target's rows and tokens are target_tied's.
 """
 
 import json
@@ -70,7 +70,7 @@ def main():
     target = load_file(HERE / "target_tied" / "expected.safetensors")
     text = target["tokens"].long()
     head, rotary = random_head(config), Qwen3_5TextRotaryEmbedding(config)
-    expected = {"rows": torch.tensor(ROWS).int(), "logits": [], "tokens": []}
+    expected = {"rows": torch.tensor(ROWS).int(), "hidden": [], "logits": [], "tokens": []}
     with torch.no_grad():
         known = norm(target[f"tap.{config.num_hidden_layers - 1}"].float())
         for rows in ROWS:
@@ -80,6 +80,7 @@ def main():
                 logits.append(linear(out, table))
                 drafts.append(logits[-1].argmax(-1))
                 ids, hidden = torch.cat([ids, drafts[-1]]), torch.cat([hidden, out])
+            expected["hidden"].append(hidden[rows:])
             expected["logits"].append(torch.cat(logits))
             expected["tokens"].append(torch.cat(drafts).int())
     expected = {name: x if torch.is_tensor(x) else torch.stack(x).contiguous() for name, x in expected.items()}
