@@ -88,7 +88,7 @@ def _run(command: list[str], text: str | None = None) -> tuple[str, str]:
 
 @functools.cache
 def _tool_hash() -> str:
-    files = sorted([*HERE.glob("*.py"), *HERE.glob("*.cpp"), *HERE.glob("include/**/*")])
+    files = sorted([*HERE.glob("*.py"), *HERE.glob("runtime/*"), *HERE.glob("include/**/*")])
     digest = hashlib.sha256(find_clang().version.encode())
     for file in files:
         if file.is_file():
@@ -108,7 +108,7 @@ def _compile_runtime(target: Path) -> None:
             *FREESTANDING.split(),
             *MACHINE.split(),
             "-c",
-            str(HERE / "runtime.cpp"),
+            str(HERE / "runtime" / "runtime.cpp"),
             "-o",
             str(target),
         ]
@@ -223,7 +223,7 @@ class Signature:
         )
 
 
-# Where runtime.cpp (set_attributes) keeps each attribute.
+# Where runtime/scheduler.h (set_attributes) keeps each attribute.
 ATTRIBUTE_OFFSETS = {
     "thread_position_in_grid": 0,
     "thread_position_in_threadgroup": 3,

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-SITE = str(0x5EED517E)  # MSL_SITE in metal_stdlib
-STDLIB = "metal_stdlib"
+SITE = str(0x5EED517E)  # MSL_SITE in include/msl/types.h
+STDLIB = "/include/msl/"
 NAME = r'%(?:[\w.$-]+|"[^"]*")'
 LOAD = re.compile(rf"^\s+{NAME} = load (?:volatile )?(.+), ptr addrspace\((\d)\) ({NAME}), align (\d+)")
 STORE = re.compile(rf"^\s+store (?:volatile )?(.+), ptr addrspace\((\d)\) ({NAME}), align (\d+)")
@@ -73,7 +73,7 @@ class Locations:
         if not m or m[1] not in self.nodes:
             return ""
         scope = self.field(m[1], "scope")
-        if not self.file(scope).endswith(STDLIB):
+        if STDLIB not in self.file(scope):
             return ""
         while self.nodes[scope][0] != "DISubprogram":
             scope = self.field(scope, "scope")
@@ -85,7 +85,7 @@ class Locations:
         found = 0
         while at and at in self.nodes:
             found = int(self.field(at, "line") or 0)
-            if not self.file(self.field(at, "scope")).endswith(STDLIB):
+            if STDLIB not in self.file(self.field(at, "scope")):
                 break
             at = self.field(at, "inlinedAt")
         return found
