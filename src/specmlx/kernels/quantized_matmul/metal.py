@@ -33,17 +33,23 @@ def supported(
     x is bfloat16 or float16 and affine scales have its dtype; any N; any K of whole groups (fp8: a multiple of 16).
     Form "B" takes affine weights of 4 or 8 bits in groups of 64 or 128.
     """
-    K = x.shape[-1]
+    scales_dtype = None if scales is None else scales.dtype
+    return _supported(x.dtype, x.shape[-1], w.dtype, w.shape[-2:], scales_dtype, group_size, bits, mode, variant)
+
+
+# What follows from shapes and dtypes is kept: a round of decoding makes hundreds of these calls.
+@lru_cache(maxsize=1024)
+def _supported(dtype, K, w_dtype, w_shape, scales_dtype, group_size, bits, mode, variant) -> bool:
     return (
         variant in ("A", "AX", "B", "V")
         and (variant != "B" or mode == "affine" and bits in (4, 8) and group_size in (64, 128))
-        and x.dtype in (mx.bfloat16, mx.float16)
+        and dtype in (mx.bfloat16, mx.float16)
         and (group_size, bits) in FORMATS.get(mode, ())
-        and (mode != "affine" or scales.dtype == x.dtype)
+        and (mode != "affine" or scales_dtype == dtype)
         and K % (group_size or 16) == 0
-        and w.dtype == mx.uint32
-        and w.shape[-1] * 32 == K * bits
-        and w.shape[-2] * w.shape[-1] < 2**30  # offsets within a matrix are 32 bits of bytes
+        and w_dtype == mx.uint32
+        and w_shape[1] * 32 == K * bits
+        and w_shape[0] * w_shape[1] < 2**30  # offsets within a matrix are 32 bits of bytes
     )
 
 
@@ -166,26 +172,13 @@ def quantized_matmul(
     rows = x.reshape(-1, x.shape[-1])
     (M, K), N = rows.shape, w.shape[0]
     if variant == "V":
-        tile, columns = ceil(M / ceil(M / VECTORS)), 16
-        template, inputs = [("ROWS", tile)], [rows]
+        inputs = [rows]
+    elif variant == "B":
+        inputs = [rows, *(order_and_sum_rows(rows, kernel=kernel) if ordered is None else ordered)]
     else:
-        tile, columns = (8 if M <= 8 else 16), 32
-        template = [("TILES", tile // 8), ("SHARED", shared_words(K, group_size, bits, mode))]
-        if variant == "B":
-            inputs = [rows, *(order_and_sum_rows(rows, kernel=kernel) if ordered is None else ordered)]
-        else:
-            template += [("ORDERED", variant == "AX"), ("ADDED", residual is not None)]
-            inputs = _ordered(rows, variant, bits, ordered, kernel)
-            inputs.append(rows if residual is None else residual)
-    simdgroups = split(K, bits)
-    [out] = _kernel(kernel, variant[0])(
-        inputs=[*_weights(w, scales, biases, tensor_scale), *inputs],
-        template=[*_template(x.dtype, K, group_size, bits, mode), *template],
-        grid=(32 * simdgroups, ceil(M / tile), ceil(N / columns)),
-        threadgroup=(32 * simdgroups, 1, 1),
-        output_shapes=[(M, N)],
-        output_dtypes=[x.dtype],
-    )
+        inputs = [*_ordered(rows, variant, bits, ordered, kernel), rows if residual is None else residual]
+    launch = _launch(variant, x.dtype, M, N, K, group_size, bits, mode, residual is not None)
+    [out] = _kernel(kernel, variant[0])(inputs=[*_weights(w, scales, biases, tensor_scale), *inputs], **launch)
     out = out.reshape(*x.shape[:-1], N)
     return out if residual is None or variant in ("A", "AX") else out + residual
 
@@ -212,19 +205,9 @@ def gated_quantized_matmul(
         _check(x, w, scales, variant, group_size, bits, mode)
     rows = x.reshape(-1, x.shape[-1])
     (M, K), N = rows.shape, gate[0].shape[0]
-    tile, simdgroups = (8 if M <= 8 else 16), split(K, bits)
     [out] = _kernel(kernel, "paired")(
         inputs=[*_weights(*gate), *_weights(*up), *_ordered(rows, variant, bits, ordered, kernel)],
-        template=[
-            *_template(x.dtype, K, group_size, bits, mode),
-            ("TILES", tile // 8),
-            ("SHARED", shared_words(K, group_size, bits, mode)),
-            ("ORDERED", variant == "AX"),
-        ],
-        grid=(32 * simdgroups, ceil(M / tile), ceil(N / 16)),
-        threadgroup=(32 * simdgroups, 1, 1),
-        output_shapes=[(M, N)],
-        output_dtypes=[x.dtype],
+        **_launch(f"paired {variant}", x.dtype, M, N, K, group_size, bits, mode),
     )
     return out.reshape(*x.shape[:-1], N)
 
@@ -251,20 +234,43 @@ def gather_quantized_matmul(
     """
     _check(x, w, scales, "A", group_size, bits, mode)
     P, K, N = experts.size, x.shape[-1], w.shape[1]
-    simdgroups = split(K, bits)
     [out] = _kernel(kernel, "gather")(
         inputs=[*_weights(w, scales, biases, tensor_scale), rows, experts, x],
-        template=[
-            *_template(x.dtype, K, group_size, bits, mode),
-            ("TILES", 1 if P <= 8 else 2),
-            ("SHARED", shared_words(K, group_size, bits, mode)),
-        ],
-        grid=(32 * simdgroups, P, ceil(N / 32)),
-        threadgroup=(32 * simdgroups, 1, 1),
-        output_shapes=[(P, N)],
-        output_dtypes=[x.dtype],
+        **_launch("gather", x.dtype, P, N, K, group_size, bits, mode),
     )
     return out
+
+
+@lru_cache(maxsize=1024)
+def _launch(form: str, dtype, M, N, K, group_size, bits, mode, added: bool = False) -> dict:
+    """Template, grid and output of a launch of M rows (or pairs)."""
+    template = {
+        "T": dtype,
+        "MODE": MODES[mode],
+        "BITS": bits,
+        "GROUP": group_size or 16,
+        "WHOLE": bits in (4, 8) and K * bits % 128 == 0,
+    }
+    columns = {"V": 16, "paired A": 16, "paired AX": 16}.get(form, 32)
+    if form == "V":
+        template["ROWS"] = tile = ceil(M / ceil(M / VECTORS))
+    else:
+        template["TILES"] = 1 if M <= 8 else 2
+        template["SHARED"] = shared_words(K, group_size, bits, mode)
+        # The gathered form finds its tiles itself, from the experts of the pairs.
+        tile = 1 if form == "gather" else 8 * template["TILES"]
+    if form[-1] in "AX":
+        template["ORDERED"] = form.endswith("AX")
+    if form in ("A", "AX"):
+        template["ADDED"] = added
+    simdgroups = split(K, bits)
+    return {
+        "template": list(template.items()),
+        "grid": (32 * simdgroups, ceil(M / tile), ceil(N / columns)),
+        "threadgroup": (32 * simdgroups, 1, 1),
+        "output_shapes": [(M, N)],
+        "output_dtypes": [dtype],
+    }
 
 
 def _ordered(rows, variant, bits, ordered, kernel) -> list[mx.array]:
@@ -277,18 +283,13 @@ def _ordered(rows, variant, bits, ordered, kernel) -> list[mx.array]:
 def _weights(w, scales, biases, tensor_scale) -> list[mx.array]:
     """The four weight inputs; what a format lacks is bound to something that its kernel never reads."""
     scales = w if scales is None else scales
-    tensor_scale = 1.0 if tensor_scale is None else tensor_scale
-    return [w, scales, scales if biases is None else biases, mx.array(tensor_scale, mx.float32).reshape(-1)]
+    factor = _one() if tensor_scale is None else mx.array(tensor_scale, mx.float32).reshape(-1)
+    return [w, scales, scales if biases is None else biases, factor]
 
 
-def _template(dtype, K, group_size, bits, mode) -> list:
-    return [
-        ("T", dtype),
-        ("MODE", MODES[mode]),
-        ("BITS", bits),
-        ("GROUP", group_size or 16),
-        ("WHOLE", bits in (4, 8) and K * bits % 128 == 0),
-    ]
+@lru_cache(maxsize=1)
+def _one() -> mx.array:
+    return mx.array([1.0])
 
 
 def _check(x, w, scales, variant, group_size, bits, mode):
