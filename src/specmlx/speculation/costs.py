@@ -11,6 +11,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from specmlx.formats.cache import cache_directory
+
 # A round that takes longer than this times what was expected tells little more than that: something else was running.
 _OUTLIER = 2.0
 
@@ -73,13 +75,6 @@ class Costs:
             return self._shape[below]
         slope = (self._shape[known[-1]] - self._shape[known[-2]]) / (known[-1] - known[-2])
         return self._shape[below] + max(0.0, slope) * (width - below)
-
-
-def cache_directory() -> Path:
-    """Where what was measured on this machine is kept: $SPECMLX_CACHE, else specmlx in the user's cache directory."""
-    if own := os.environ.get("SPECMLX_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specmlx"
 
 
 def costs_file(*fingerprints: str) -> Path:
