@@ -1,6 +1,7 @@
 """Cheaper drafting: quantized projections, a shortlist for the head, the Markov bias of a few tokens."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,6 +10,7 @@ from drafter_kit import HIDDEN, VOCAB, Greedy, golden_drafter
 from mlx.utils import tree_flatten
 from rig import tiny, tokens
 
+from specmlx.drafters.markov import MarkovHead
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.settings import FREQUENCIES, DraftSettings
@@ -158,7 +160,11 @@ def test_markov_rows_of_a_quantized_head_and_of_a_shortlist_are_gathered_too(tmp
 
 @pytest.mark.parametrize("name", ["8", "4", "nvfp4", "mxfp4"])
 def test_projections_are_quantized_and_nothing_else(name):
-    for drafter in (golden_drafter("dflash2_full"), golden_drafter("dspark_gated"), mtp()):
+    gated = golden_drafter("dspark_gated")
+    # Of a rank that makes whole groups.
+    gated.model.markov_head = MarkovHead(replace(gated.config, markov_rank=64))
+    gated.config = replace(gated.config, enable_confidence_head=False)
+    for drafter in (golden_drafter("dflash2_full"), gated, mtp()):
         DraftSettings(draft_quantize=name).apply(drafter)
         quantized = {
             path.rpartition(".")[2]

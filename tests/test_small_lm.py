@@ -72,6 +72,7 @@ def test_rows_that_are_taken_back_and_proposals_that_are_dropped_leave_no_trace(
     drafter.observe(context, mx.array([[1, 2, 4, 4]], dtype=mx.int32), None, 4)
     drafter.propose(context, anchor(8), 4, Greedy())
     context.settle(2)
+    assert context.ids == [5, 9, 3, 1, 2]
     assert drafter.propose(context, anchor(6), 4, Greedy()).tokens[0].tolist() == alone(model, [5, 9, 3, 1, 2, 6], 4)
 
 
