@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_caches
 from mlx_lm.utils import save_config, save_model
 from rig import EXPERTS, NEXT, by_steps, collect, in_rounds, mlx_lm_twin, same_bits, small_tokenizer, tiny, tokens
@@ -21,6 +22,7 @@ from specmlx.drafters.pairing import check_pair
 from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
+from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
@@ -336,3 +338,26 @@ def test_block_drafters_run_on_the_taps_embedding_and_head_of_any_model(name, ki
     features = mx.concatenate([f for _, f in model.prefill(model.new_states(), mx.array([prompt]), (0, 2), 16)], axis=1)
     whole = model.verify(model.new_states(), mx.array([prompt], dtype=mx.int32), (0, 2)).features
     assert mx.allclose(features, whole, rtol=0, atol=1e-5).item()
+
+
+def test_a_cache_that_is_written_in_place_and_can_not_be_trimmed_comes_back_from_its_snapshot():
+    states = CacheStates([RotatingKVCache(max_size=8, keep=2)])
+    cache = states.caches[0]
+
+    def rows(seed: int, n: int) -> mx.array:
+        return mx.random.normal((1, 2, n, 4), key=mx.random.key(seed))
+
+    for seed in range(12):
+        states.begin(tokens(seed, 1))
+        held = cache.update_and_fetch(rows(seed, 1), rows(seed, 1))
+        states.commit(1)
+    before = [mx.array(x) + 0 for x in held]
+    mx.eval(before)
+    for seed in (20, 21):
+        ids = states.begin(tokens(seed, 1))
+        cache.update_and_fetch(rows(seed, ids.shape[1]), rows(seed, ids.shape[1]))
+        states.evaluate()
+        states.abort()
+    states.begin(mx.zeros((1, 0), dtype=mx.int32))
+    assert cache.offset == 12 == states.length
+    assert same_bits(list(cache.keys_and_values()), before)

@@ -50,6 +50,11 @@ class WindowCache:
         end = held + keys.shape[2]
         self._kv = write(reserve(self._kv, end, keys, values), keys, values, held)
         self.offset = self._first + end
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """All rows of the buffer, for layers that share another one's."""
+        end = self.offset - self._first
         return self._kv.keys[:, :, :end], self._kv.values[:, :, :end]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> mx.array | str | None:
