@@ -71,13 +71,9 @@ class ChosenScaledLinear(ScaledLinear):
 
     def __call__(self, x: mx.array) -> mx.array:
         variant = self._choice.variant(x.size // x.shape[-1])
-        # Scales of channels multiply what is rounded already, and codes alone go beyond float16.
-        if variant == STOCK or (self.output_scale.ndim and x.dtype == mx.float16):
+        if variant == STOCK:
             return super().__call__(x)
-        if self.output_scale.ndim:
-            y = (_multiply(self, x, variant, self._factory) * self.output_scale).astype(x.dtype)
-        else:
-            y = _multiply(self, x, variant, self._factory, tensor_scale=self.output_scale)
+        y = _multiply(self, x, variant, self._factory, tensor_scale=self.output_scale)
         return y + self.bias if "bias" in self else y
 
 
