@@ -7,6 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from specmlx.kernels.attention import Stored
+from specmlx.kernels.attention import metal as attention
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice.child import check
 from specmlx.kernels.choice.operators import OPERATORS, QUANTIZED_MATMUL
@@ -96,3 +98,19 @@ def test_a_pass_and_a_fold_have_the_bits_of_single_steps(factory):
         assert mx.array_equal(y_t, y[:, t : t + 1])
         folded = metal.fold(S, tape, mx.array([t + 1], dtype=mx.int32), factory=factory)
         assert mx.array_equal(folded, metal.fold(state, before, one, factory=factory))
+
+
+def test_a_positions_attention_has_the_same_bits_alone_and_among_others(factory):
+    operator = next(each for each in OPERATORS if each.name == "attention")
+    q, *stored = operator.inputs({"Hq": 6, "Hkv": 1, "D": 64, "dtype": "bfloat16"}, 17, seed=5, exact=True)
+    keys, values = map(Stored, stored)
+    start = keys.data.shape[2] - 17
+
+    def rows(first: int, count: int) -> mx.array:
+        at = mx.array([start + first], dtype=mx.int32)
+        part = q[:, :, first : first + count]
+        return attention.attention(part, keys, values, at, start + first + count, 0.125, factory=factory)
+
+    together = rows(0, 17)
+    for first, count in ((0, 1), (3, 5), (8, 9), (16, 1)):
+        assert mx.array_equal(rows(first, count), together[:, :, first : first + count]), (first, count)
