@@ -174,21 +174,28 @@ def test_a_target_without_a_drafter_leaves_nothing_to_compare(directory, tmp_pat
     assert result.exit_code == 2 and "--draft-model" in result.stderr
 
 
-@pytest.mark.parametrize(("bits", "prompts"), [(None, 60), (4, 50), (8, 50)])
-def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, prompts, tmp_path):
+@pytest.mark.parametrize("bits", [None, 4, 8])
+def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, tmp_path):
     pair = write_demo(tmp_path / "pair", bits=bits)
-    file = tmp_path / "prompts.txt"
-    questions = (pair / "prompts.txt").read_text().splitlines()
-    file.write_text("\n".join(questions[:: len(questions) // prompts]))
     drafters = ["--draft-model", str(pair / "dflash"), "--draft-model", str(pair / "dspark")]
-    args = ["parity", "--model", str(pair), "--prompts", str(file), *drafters, "--reference", "mlx-lm", "--json"]
+    args = [
+        "parity",
+        "--model",
+        str(pair),
+        "--prompts",
+        str(pair / "prompts.txt"),
+        *drafters,
+        "--reference",
+        "mlx-lm",
+        "--json",
+    ]
     result = CliRunner().invoke(main, args)
     assert result.exit_code == 0, result.output
     comparisons = json.loads(result.stdout)["comparisons"]
     assert list(comparisons) == [str(pair / "dflash"), str(pair / "dspark"), "mlx-lm"]
     for name, found in comparisons.items():
-        assert found["passed"] == found["prompts"] == prompts
-        assert found["tokens"] >= 25 * prompts
+        assert found["passed"] == found["prompts"] == 60
+        assert found["tokens"] >= 1500
         if name != "mlx-lm":
             assert found["acceptance_length"] > 4
             # Every accepted count, 0 to the drafter's most.
