@@ -114,6 +114,36 @@ def test_noise_does_not_make_it_waver():
     assert changes < 0.05 * len(machine.widths)
 
 
+def test_a_round_that_something_else_slowed_down_does_not_rule_a_width_out():
+    class Hiccup(AutoWidth):
+        """Its third width's first measured round, and plain decoding's, take twenty times as long."""
+
+        hit = {0: 1, 3: 1}
+
+        def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+            begun = self.costs.begun(width)
+            if begun and self.hit.get(width):
+                self.hit = self.hit | {width: 0}
+                seconds *= 20
+            super().observed(width, accepted, seconds)
+
+    machine = Machine("flat", "cheap", "steady high")
+    machine.run(Hiccup(7))
+    assert sum(machine.widths[-100:]) > 0.9 * 7 * 100
+
+
+def test_the_next_request_begins_with_what_this_one_was_like(tmp_path):
+    for pattern, usual in (("hopeless", 0), ("steady high", 7)):
+        file = tmp_path / pattern
+        for _ in range(4):
+            widths = AutoWidth(7, file=file)
+            machine = Machine("flat", "dear", pattern)
+            machine.run(widths)
+            widths.keep()
+        assert machine.widths[:20].count(usual) > 14
+        assert len(load(file).survival) == 7
+
+
 def test_equal_observations_give_equal_widths():
     runs = [Machine("stepped", "cheap", "alternating") for _ in range(2)]
     for run in runs:
@@ -157,7 +187,7 @@ def test_costs_are_kept_in_a_file_that_may_be_missing_damaged_or_in_the_way(tmp_
     assert file != costs_file("target", "another") and file.is_relative_to(tmp_path)
     assert not load(file).known(0)
     save(file, Costs({0: 1.0, 7: 1.5}))
-    assert load(file).table() == {0: 1.0, 7: 1.5} and [*file.parent.iterdir()] == [file]
+    assert load(file).table() == {0: 1.0, 7: 1.5} and load(file).survival == [] and [*file.parent.iterdir()] == [file]
     for damaged in ("", "[]", '{"seconds": 3}', '{"seconds": {"a": 1}}', '{"seconds": {"0": -1}}'):
         file.write_text(damaged)
         assert not load(file).known(0)
@@ -268,7 +298,7 @@ class Clockless(AutoWidth):
 
 
 def test_what_happened_is_in_mode_and_reason():
-    slow = Clockless(7, Costs({width: width + 1.0 for width in range(8)}))
+    slow = Clockless(7, Costs({width: width + 1.0 for width in range(8)}, survival=[0.0] * 7))
     run = Run().start(drafter=drafter(all_wrong), width=slow, max_tokens=20)
     run.stats.mode = "speculative"
     run.take()

@@ -79,6 +79,7 @@ class AlwaysWrong:
         self.vocab_size = vocab_size
         self.tap_ids = drafter.tap_ids
         self.max_width = drafter.max_width
+        self.fingerprint = f"{drafter.fingerprint}-wrong" if isinstance(drafter, Fingerprinted) else "wrong"
 
     def new_context(self, batch: int = 1, start: int = 0) -> Any:
         return self.drafter.new_context(batch, start)

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
@@ -15,37 +15,55 @@ from specmlx.formats.cache import cache_directory
 
 # A round that takes longer than this times what was expected tells little more than that: something else was running.
 _OUTLIER = 2.0
+# Of so many first rounds of a width, the first apart, the quickest counts.
+_QUICKEST = 4
 
 
 class Costs:
     """Seconds of a round by width, learnt from rounds that took place.
 
-    A width's first round isn't measured: it may have compiled kernels. Speed as a whole, which heat, other programs and
-    long contexts change, is followed quickly and for all widths together; how widths compare, slowly.
+    A width's first round isn't measured: it may have compiled kernels; of the next few the quickest counts. Speed as a
+    whole, which heat, other programs and long contexts change, is followed quickly and for all widths together; how
+    widths compare, slowly. No width is held to be dearer than a wider one, nor by more than its rows than a narrower
+    one, so that a round in which something else was running does not rule a width out.
+
+    survival: how often each slot survived, on average over requests; empty if that is not known.
     """
 
-    def __init__(self, seconds: Mapping[int, float] | None = None):
+    def __init__(self, seconds: Mapping[int, float] | None = None, survival: Sequence[float] = ()):
         self._shape: dict[int, float] = dict(seconds or {})
+        self.survival = list(survival)
         self._speed = 1.0
         self._rounds: dict[int, int] = {}
+        self._clock = 0
+        self._measured: dict[int, int] = {}
 
     def known(self, width: int) -> bool:
-        """Whether a round of this width was measured."""
+        """Whether a round of this width was ever measured."""
         return width in self._shape
 
     def begun(self, width: int) -> bool:
         """Whether this width's first round, which isn't measured, is over."""
         return self._rounds.get(width, 0) > 0
 
+    def age(self, width: int) -> float:
+        """Rounds since this width was measured; infinite where that was in an earlier request."""
+        return self._clock - self._measured[width] if width in self._measured else math.inf
+
     def observe(self, width: int, seconds: float) -> None:
         """A round of `width` took `seconds`."""
+        self._clock += 1
         n = self._rounds[width] = self._rounds.get(width, 0) + 1
         if n == 1:
             return
+        self._measured[width] = self._clock
         if width not in self._shape:
             self._shape[width] = seconds / self._speed
             return
         off = math.log(seconds / (self._shape[width] * self._speed))
+        if n <= _QUICKEST and off < 0:
+            self._shape[width] *= math.exp(off)
+            return
         off = max(-math.log(_OUTLIER), min(math.log(_OUTLIER), off))
         self._speed *= math.exp(0.2 * off)
         # The first few rounds are averaged.
@@ -53,28 +71,38 @@ class Costs:
 
     def seconds(self, most: int) -> list[float]:
         """Seconds of a round of width 0..most; between and beyond the known ones along straight lines."""
-        return [self._speed * self._at(width) for width in range(most + 1)]
+        fitted = self._fitted()
+        return [self._speed * _at(fitted, width) for width in range(most + 1)]
 
     def table(self) -> dict[int, float]:
         """The known widths' seconds, as `Costs` takes them."""
-        return {width: self._speed * each for width, each in sorted(self._shape.items())}
+        return {width: self._speed * each for width, each in sorted(self._fitted().items())}
 
-    def _at(self, width: int) -> float:
-        if width in self._shape:
-            return self._shape[width]
-        below = max((w for w in self._shape if w < width), default=None)
-        above = min((w for w in self._shape if w > width), default=None)
-        if below is None:
-            return self._shape.get(above, 1.0)
-        if above is not None:
-            share = (width - below) / (above - below)
-            return self._shape[below] + share * (self._shape[above] - self._shape[below])
-        # Past the widest known: the slope of the last two, the plain pass apart, whose round drafts nothing.
-        known = sorted(w for w in self._shape if w)
-        if len(known) < 2:
-            return self._shape[below]
-        slope = (self._shape[known[-1]] - self._shape[known[-2]]) / (known[-1] - known[-2])
-        return self._shape[below] + max(0.0, slope) * (width - below)
+    def _fitted(self) -> dict[int, float]:
+        fitted, least = {}, math.inf
+        for width in sorted(self._shape, reverse=True):
+            fitted[width] = least = min(least, self._shape[width])
+        for width in sorted(fitted):
+            narrower = [fitted[w] * (width + 1) / (w + 1) for w in fitted if 0 < w < width]
+            fitted[width] = min([fitted[width], *narrower])
+        return fitted
+
+
+def _at(known: Mapping[int, float], width: int) -> float:
+    if width in known:
+        return known[width]
+    below = max((w for w in known if w < width), default=None)
+    above = min((w for w in known if w > width), default=None)
+    if below is None:
+        return known.get(above, 1.0)
+    if above is not None:
+        return known[below] + (width - below) / (above - below) * (known[above] - known[below])
+    # Past the widest known: the slope of the last two, the plain pass apart, whose round drafts nothing.
+    drafting = sorted(w for w in known if w)
+    if len(drafting) < 2:
+        return known[below]
+    slope = (known[drafting[-1]] - known[drafting[-2]]) / (drafting[-1] - drafting[-2])
+    return known[below] + max(0.0, slope) * (width - below)
 
 
 def costs_file(*fingerprints: str) -> Path:
@@ -87,11 +115,13 @@ def costs_file(*fingerprints: str) -> Path:
 def load(file: Path) -> Costs:
     """What an earlier process measured; nothing where the file is missing or is no table of seconds."""
     try:
-        seconds = {int(width): float(each) for width, each in json.loads(file.read_text())["seconds"].items()}
+        kept = json.loads(file.read_text())
+        seconds = {int(width): float(each) for width, each in kept["seconds"].items()}
+        survival = [float(chance) for chance in kept.get("survival", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Costs()
     fine = all(width >= 0 and 0 < each < math.inf for width, each in seconds.items())
-    return Costs(seconds) if fine else Costs()
+    return Costs(seconds, survival) if fine and all(0 <= chance <= 1 for chance in survival) else Costs()
 
 
 def save(file: Path, costs: Costs) -> None:
@@ -102,5 +132,5 @@ def save(file: Path, costs: Costs) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all, where two processes write it.
         new = file.with_name(f"{file.name}.{os.getpid()}")
-        new.write_text(json.dumps({"seconds": costs.table()}))
+        new.write_text(json.dumps({"seconds": costs.table(), "survival": costs.survival}))
         new.replace(file)

@@ -21,6 +21,10 @@ WORTHWHILE = 1.02
 CALIBRATION, LENT = 0.02, 50
 # Rounds after which plain decoding is measured again while drafting gains less than `SURE` times.
 STALE, SURE = 48, 1.3
+# Rounds after which another width's cost is no longer sure.
+OLD = 100
+# A request's first rounds count as trying: they go by what earlier requests were like.
+FIRST = 8
 # How likely a slot is thought to survive before anything is known of it.
 PRIOR = 0.7
 # The same where drafting is tried again after it did not pay.
@@ -88,8 +92,10 @@ class Survival:
     has changed by more than noise does.
     """
 
-    def __init__(self, most: int, prior: float = PRIOR):
-        self.prior = prior
+    def __init__(self, most: int, prior: Sequence[float] = ()):
+        """`prior`: what to think of the first slots before anything is known of them."""
+        self.prior = [*prior, *[prior[-1] if prior else PRIOR] * most][:most]
+        self.trials = 0
         self._long = [(0.0, 0.0)] * most
         self._short = [(0.0, 0.0)] * most
 
@@ -99,6 +105,7 @@ class Survival:
             survived = slot < accepted
             self._long[slot] = _decayed(self._long[slot], 0.98, survived)
             self._short[slot] = _decayed(self._short[slot], 0.8, survived)
+        self.trials += width > 0
         if width and self._changed():
             self._long = list(self._short)
 
@@ -107,16 +114,18 @@ class Survival:
         self._long = self._short = [(n and 1.0, n and kept / n) for n, kept in self._long]
 
     def estimates(self) -> list[float]:
-        """s1..sW; a slot that was seldom reached leans on the one before it."""
-        found, before = [], self.prior
-        for n, kept in self._long:
-            before = (kept + before) / (n + 1)
+        """s1..sW; a slot that was seldom reached leans on what was known before, and on the slot before it."""
+        found, before = [], 1.0
+        for (n, kept), prior in zip(self._long, self.prior, strict=True):
+            # As much better or worse as the slot before it is.
+            before = (kept + min(1.0, prior * before)) / (n + 1)
             found.append(before)
+            before = before / prior if prior else 1.0
         return found
 
     def _changed(self) -> bool:
         (n, kept), (trials, survived) = self._long[0], self._short[0]
-        chance = (kept + self.prior) / (n + 1)
+        chance = (kept + self.prior[0]) / (n + 1)
         noise = (chance * (1 - chance) / trials + 0.02) ** 0.5
         return n > 8 and abs(survived / trials - chance) > 3 * noise
 
@@ -134,7 +143,8 @@ class AutoWidth:
         self.most = most
         self.costs = costs or (load(file) if file else Costs())
         self.file = file
-        self.survival = Survival(most)
+        self.survival = Survival(most, self.costs.survival)
+        self._observed = 0
         self.current: int | None = None
         self._work = 0.0
         self._spent = 0.0
@@ -145,9 +155,13 @@ class AutoWidth:
         self._trying: list[int] = []
 
     def keep(self) -> None:
-        """Write what was learnt of costs to the file."""
-        if self.file is not None:
-            save(self.file, self.costs)
+        """Write what was learnt to the file."""
+        if self.file is None:
+            return
+        if self.survival.trials >= FIRST:
+            found, before = self.survival.estimates(), self.survival.prior
+            self.costs.survival = [0.6 * a + 0.4 * b for a, b in zip(before, found, strict=True)]
+        save(self.file, self.costs)
 
     @property
     def reason(self) -> str | None:
@@ -187,10 +201,13 @@ class AutoWidth:
             self._since_plain = 0
         if seconds is None:
             return
+        # A round that something else slowed down has not spent so much on trying.
+        usual = min(seconds, 2 * self.costs.seconds(width)[width]) if self.costs.known(0) else seconds
         self._work += seconds
         self.costs.observe(width, seconds)
-        if tried and self.costs.known(0):
-            self._spent += max(0.0, seconds - (accepted + 1) * self.costs.seconds(0)[0])
+        self._observed += 1
+        if (tried or (width and self._observed <= FIRST)) and self.costs.known(0):
+            self._spent += max(0.0, usual - (accepted + 1) * self.costs.seconds(0)[0])
 
     def _trial(self, known, seconds, measured, survival) -> list[int]:
         """Widths to try in the next rounds: one that was never measured, drafting again, or plain decoding again."""
@@ -206,14 +223,15 @@ class AutoWidth:
         return [0] if self._since_plain > STALE and gain < SURE else []
 
     def _untried(self, known: list[int], seconds: list[float], survival: list[float]) -> int | None:
-        """A width that was not measured and would pay, if it takes less than those about it let expect: costs may go in
-        steps. Next to a known width no more than that one, else half-way.
+        """A width that was not measured lately and would pay if it takes less than it is held to: costs go in steps.
+
+        Next to a known width no more than that one, else half-way between that one and what is expected.
         """
         rate = HYSTERESIS * max(expected_tokens(survival, width) / seconds[width] for width in known)
         widest = known[-1]
         hopeful = []
         for width in range(1, min(self.most, 2 * widest + 1) + 1):
-            if width in known:
+            if width in known and (width == self.current or self.costs.age(width) < OLD):
                 continue
             below = max(w for w in known if w < width)
             least = seconds[below] if below == width - 1 else (seconds[below] + seconds[width]) / 2
