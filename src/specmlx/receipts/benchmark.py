@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specmlx.drafters.proposal import Drafter, DraftPolicy, Proposal
+from specmlx.drafters.proposal import Drafter, DraftPolicy, Fingerprinted, Proposal
 from specmlx.generation import stream_generate
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.width import FULL
