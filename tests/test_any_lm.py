@@ -64,7 +64,7 @@ def random_lm(model_type: str, seed: int = 0, **changes) -> nn.Module:
     """mlx-lm's model of that type with random weights and a vocabulary of 96."""
     module = import_module(f"mlx_lm.models.{model_type}")
     mx.random.seed(seed)
-    config = {"model_type": model_type, **SIZES, **MODELS[model_type], **changes}
+    config = {"model_type": model_type, **SIZES, **MODELS.get(model_type, {}), **changes}
     model = module.Model(module.ModelArgs.from_dict(config))
     model.load_weights([(k, v if v.ndim == 1 else mx.random.normal(v.shape) * 0.2) for k, v in flat(model)])
     model.eval()
@@ -226,6 +226,17 @@ def test_speculation_gives_the_tokens_of_mlx_lm(name):
         conversation = Conversation(model.new_states())
         ours = [t.id for t in generate_tokens(model, conversation, prompt, Policy(), drafter, max_tokens=40)]
         assert ours == theirs, chance
+
+
+def test_a_model_whose_code_takes_one_row_by_another_way_than_several_agrees_to_rounding():
+    mamba = dict(state_size=16, conv_kernel=4, num_heads=4, n_groups=1, use_bias=False, use_conv_bias=True)
+    mamba |= dict(time_step_limit=[0.0, 100.0], time_step_rank=8, layer_norm_epsilon=1e-5, tie_word_embeddings=False)
+    model = AnyLM(random_lm("mamba2", **mamba))
+    ids = tokens(1, 24)[0].tolist()
+    want = by_steps(model.lm, stock_caches(model.lm), ids)
+    got = in_rounds(model, model.new_states(), ids, seed=3)
+    assert all(mx.allclose(a, b, rtol=0, atol=1e-4).item() for a, b in zip(got, want, strict=True))
+    assert model.lm_head(model.embed_tokens(tokens(1, 3))).shape == (1, 3, 96)
 
 
 def test_replay_is_bounded_and_the_states_say_that_it_may_happen():

@@ -130,6 +130,9 @@ def test_a_repository_in_the_cache_is_used_offline_and_one_that_is_not_says_so(t
     assert download("x/target").name == COMMIT and download("x/target", revision=COMMIT).name == COMMIT
     with pytest.raises(ValueError, match="the drafter x/narrow can't serve this target: hidden size"):
         load_drafter("x/narrow", model)
+    (put(local_cache, "x/files", target) / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"x/files has no config.json: .*hf download x/files FILE.gguf"):
+        load("x/files")
     for revision in (None, "deadbeef"):
         with pytest.raises(ValueError, match="x/absent is neither a directory nor in the local Hub cache"):
             load("x/absent", revision=revision)

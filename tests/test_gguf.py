@@ -34,6 +34,8 @@ def test_every_value_of_a_type_is_the_one_that_ggufs_own_package_reads(kind):
 @pytest.mark.parametrize("name", ["model", "experts"])
 def test_a_file_gives_the_logits_of_transformers_on_the_values_that_it_holds(name):
     expected = mx.load(str(GOLDENS / f"{name}.safetensors"))
+    with pytest.raises(ValueError, match="model_config can't change"):
+        load_target(GOLDENS / f"{name}.gguf", model_config={"hidden_size": 8})
     model, config = load_target(GOLDENS / f"{name}.gguf")
     assert config["num_hidden_layers"] == 2 and model.layers[0].linear_attn.in_proj_qkv.bits == 8
     logits = model.verify(model.new_states(), expected["tokens"][None]).logits[0]

@@ -79,6 +79,10 @@ def load(
     if is_id(name) and not name.startswith(f"{DEMO}/") and (small := download_config(name, revision)) is not None:
         check_target(small, name)
     path = resolve(path_or_hf_repo, revision=revision)
+    if is_id(name) and not (path / "config.json").is_file():
+        raise ValueError(
+            f"{name} has no config.json: of GGUF files, fetch one (hf download {name} FILE.gguf) and name its path"
+        )
     model, config = load_target(
         path,
         dtype=mx.float32 if dtype is None and path_or_hf_repo == DEMO else dtype,

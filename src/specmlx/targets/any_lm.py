@@ -17,7 +17,7 @@ from specmlx.state.layers import Pass
 from specmlx.targets.drafting import Drafting
 from specmlx.targets.taps import Outline
 
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
+_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")
 
 
 @dataclass(frozen=True)

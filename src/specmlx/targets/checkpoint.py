@@ -58,6 +58,8 @@ def load_target(
     from mlx_lm.utils import _get_classes, load_model
 
     if files := gguf_files(path):
+        if model_config:
+            raise ValueError(f"model_config can't change {files[0].name}: leave it out")
         model, config = load_gguf(files)
         return _finished(model, config, path, dtype, lazy, adapter_path), config
     config = read_config(path) | (model_config or {})
@@ -107,7 +109,8 @@ def check_sizes(config: dict[str, Any], tensors: dict[str, Entry], path: Path) -
     for part in (config, config.get("text_config")):
         for name, value in part.items() if isinstance(part, dict) else ():
             if type(value) in (int, float) and name.endswith(SIZE_NAMES) and not name.startswith("max_"):
-                if not 0 <= value <= most.get(name, most["num_experts"]):
+                # Some models say -1 for none.
+                if not -1 <= value <= most.get(name, most["num_experts"]):
                     raise ValueError(f"{path}/config.json: {name} is {value!s:.40}, which its weights can't have")
 
 
