@@ -47,7 +47,7 @@ const int end = min(chunk_start(chunk + 1, CHUNK, MANY, REST), row0_position + L
 const size_t out_row = (size_t(b * (Hq / G) + group) * slots + slot) * ROWS;
 
 for (int i = thread_index; i < RT * 8; i += 32 * NS) {
-    row_max[i] = -INFINITY;
+    row_max[i] = UNSEEN;
     row_total[i] = 0;
 }
 float2 output[RT][NC];
@@ -139,8 +139,8 @@ for (int block = block0; block < end; block += KB) {
             const bool seen_a = sees<FIRST, WINDOW>(position, key0) && key0 < end;
             const bool seen_b = sees<FIRST, WINDOW>(position, key0 + 1) && key0 + 1 < end;
             threadgroup float* score = scores + (8 * rt + row) * STRIDE + 8 * kt + column;
-            score[0] = seen_a ? sum[part].x * key_scale.x : -INFINITY;
-            score[1] = seen_b ? sum[part].y * key_scale.y : -INFINITY;
+            score[0] = seen_a ? sum[part].x * key_scale.x : UNSEEN;
+            score[1] = seen_b ? sum[part].y * key_scale.y : UNSEEN;
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -159,7 +159,7 @@ for (int block = block0; block < end; block += KB) {
         const float before = row_max[r];
         best = max(before, simd_max(best));
         // A row that sees no key of the block, nor any before it.
-        const bool none = best == -INFINITY;
+        const bool none = best == UNSEEN;
         float total = 0;
         MLX_MTL_PRAGMA_UNROLL
         for (int i = 0; i < KB / 32; i++) {

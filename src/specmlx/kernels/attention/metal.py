@@ -103,11 +103,13 @@ def attention(
 
 @lru_cache
 def _kernel(name: str, factory: Callable) -> Callable:
+    def text(file: str) -> str:
+        return (_HERE / f"{file}.metal").read_text()
+
     if name == "attention_merge":
-        inputs, outputs, files = ["partial", "stats"], ["out"], ("merge.metal", None)
+        inputs, outputs, source, header = ["partial", "stats"], ["out"], text("merge"), text("unseen")
     else:
         stored = ["keys", "key_scales", "key_biases", "values", "value_scales", "value_biases"]
         inputs, outputs = ["q", *stored, "start", "scale"], ["partial", "stats"]
-        files = ("kernel.metal", "load.metal")
-    source, header = (_HERE.joinpath(file).read_text() if file else "" for file in files)
+        source, header = text("kernel"), text("unseen") + text("load")
     return factory(name=f"specmlx_{name}", input_names=inputs, output_names=outputs, source=source, header=header)
