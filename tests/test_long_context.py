@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
-from mlx_lm.models.cache import QuantizedKVCache
+from drafter_kit import Greedy, golden_drafter
 from rig import (
     SMALL,
     by_steps,
@@ -55,20 +55,22 @@ def quantized_leaves(states) -> list[mx.array]:
 
 
 @pytest.mark.linux_bits
+@pytest.mark.parametrize("start", [0, 64])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_quantized_keys_by_steps_are_mlx_lms_bit_for_bit(variant):
+def test_quantized_keys_by_steps_are_mlx_lms_bit_for_bit(variant, start):
     model = tiny(3, **SMALL, **VARIANTS[variant])
     twin = mlx_lm_twin(model, **SMALL)
-    caches = twin.make_cache()
-    caches[1], caches[3] = (QuantizedKVCache(group_size=32, bits=4) for _ in range(2))
-    text = ids(1, 40)
-    want = by_steps(twin, caches, text)
-    states = model.new_states(1, KVFormat(4, 32))
-    got = in_rounds(model, states, text, seed=5)
+    caches, text = twin.make_cache(), ids(1, start + 30)
+    want = by_steps(twin, caches, text[:start])
+    caches = [cache.to_quantized(group_size=32, bits=4) if hasattr(cache, "offset") else cache for cache in caches]
+    want += by_steps(twin, caches, text[start:])
+    states = model.new_states(1, KVFormat(4, 32, start))
+    got = in_rounds(model, states, text[:start], seed=5, most=1)
+    got += in_rounds(model, states, text[start:], seed=5)
     assert same_bits(got, want)
     ours = [x for layer in states.layers if isinstance(layer, QuantizedKV) for x in layer.arrays()]
     theirs = [x for cache in (caches[1], caches[3]) for x in (*cache.keys, *cache.values)]
-    assert same_bits([x[:, :, :40] for x in ours], [x[:, :, :40] for x in theirs])
+    assert same_bits([x[:, :, : len(text)] for x in ours], [x[:, :, : len(text)] for x in theirs])
 
 
 @pytest.mark.linux_bits
@@ -291,6 +293,25 @@ def test_the_command_line_takes_the_options(tmp_path):
         refused = run("generate", *args)
         assert refused.exit_code == 2 and word in refused.stderr and refused.stdout == ""
     assert "the conversation has 30 tokens" in run("generate", "--max-kv-size", "30").stderr
+
+
+@pytest.mark.parametrize("case", ["dflash_full", "dspark"])
+def test_rows_before_the_draft_window_are_not_seen_whether_they_are_still_there_or_not(case):
+    drafter = golden_drafter(case)
+    drafter.draft_window = 20
+    taps = len(drafter.tap_ids) * drafter.config.hidden_size
+    features, rows = mx.random.normal((1, 45, taps), key=mx.random.key(1)), mx.zeros((1, 45), dtype=mx.int32)
+    many, few = drafter.new_context(), drafter.new_context(start=25)
+    for at in range(0, 45, 15):
+        drafter.observe(many, rows[:, :15], features[:, at : at + 15], 15)
+    drafter.observe(few, rows[:, :20], features[:, 25:], 20)
+    assert max(group.bound for group in many.groups) == 45 and drafter.window == 20
+    shown = []
+    for context in (many, few):
+        policy = Greedy()
+        drafter.propose(context, mx.array([7]), drafter.max_width, policy)
+        shown.append(policy.logits)
+    assert mx.allclose(*shown, rtol=0, atol=1e-5).item()
 
 
 @pytest.mark.linux_bits

@@ -87,7 +87,7 @@ def test_a_prompt_reused_at_grid_points_equals_a_cold_run_bit_for_bit(model, tok
     cache = PromptCache(checkpoint_every=64, keep_answers=False)
     run(model, tokenizer, prompt, cache, n=1)
     cache.keep_answers = True
-    for asked, cached in ((prompt, 192), ([*prompt, 5], 192), (edited, 64), ([*edited, 5], 192)):
+    for asked, cached in ((prompt, 192), ([*prompt, 5], 192), (prompt[:192], 128), (edited, 64), ([*edited, 5], 192)):
         cold, warm, last = cold_and_warm(model, tokenizer, asked, cache)
         assert last.cached_tokens == cached and last.prompt_tokens == len(asked)
         assert same_bits(cold, warm)
@@ -152,16 +152,16 @@ def test_thoughts_between_tool_calls_are_not_counted_on(fp32, chatting):
     assert lengths == [len(asked) // 64 * 64, (len(prompt) - 2) // 64 * 64]
 
 
-@pytest.mark.parametrize("variant", ["fp32", "4-bit"])
-def test_a_reused_answer_equals_a_cold_run_by_rounding(tokenizer, variant):
+@pytest.mark.parametrize(("variant", "rounding"), [("fp32", 1e-5), ("4-bit", 1e-5), ("bf16", 1e-2)])
+def test_a_reused_answer_equals_a_cold_run_by_rounding(tokenizer, variant, rounding):
     model = tiny(3, **SMALL, **VARIANTS[variant])
     prompt, cache = ids(5, 150), PromptCache()
     answer, _ = run(model, tokenizer, prompt, cache, n=30)
-    prompt = [*prompt, *answer, *ids(6, 9)]
+    prompt = [*prompt, *answer, *ids(6, 90)]
     cold, warm, last = cold_and_warm(model, tokenizer, prompt, cache)
     assert last.cached_tokens == 150 + 29
-    assert not after(cache, prompt[:179]).exact
-    assert max(mx.abs(a - b).max().item() for a, b in zip(cold, warm, strict=True)) < 1e-5
+    assert not after(cache, prompt[:179]).exact and not after(cache, prompt[:256]).exact
+    assert max(mx.abs(a - b).max().item() for a, b in zip(cold, warm, strict=True)) < rounding
     exact = PromptCache(exact=True)
     run(model, tokenizer, ids(5, 150), exact, n=30)
     _, last = run(model, tokenizer, prompt, exact)
@@ -245,11 +245,13 @@ def test_target_and_drafter_begin_from_one_snapshot(name):
     options = dict(num_draft_tokens=model.draft_model.max_width)
     few_shot = "Can you count from 62 up to 73? " * 20
     prompt = tokenizer.encode(f"<|im_start|>user\n{few_shot}<|im_end|>\n<|im_start|>assistant\n")
-    cache = PromptCache()
+    cache = PromptCache(keep_answers=False)
     list(stream_generate(model, tokenizer, prompt, 2, prompt_cache=cache))
-    cold, warm = (
-        list(stream_generate(model, tokenizer, prompt, 40, prompt_cache=c, **options)) for c in (PromptCache(), cache)
-    )
+    caches = [PromptCache(keep_answers=True), cache]
+    cache.keep_answers = True
+    cold, warm = (list(stream_generate(model, tokenizer, prompt, 40, prompt_cache=c, **options)) for c in caches)
+    text = prompt + [r.token for r in cold[:-1]]
+    assert same_bits(*(everything(after(c, text)) for c in caches))
     assert [r.token for r in warm] == [r.token for r in cold] and warm[-1].cached_tokens > 64
     assert warm[-1].stats.accept_histogram == cold[-1].stats.accept_histogram
     assert warm[-1].stats.accepted > 10
