@@ -8,9 +8,11 @@ from demo_kit import write_model
 
 from specmlx.cli import main
 from specmlx.cli.bench_report import lines
+from specmlx.generation import stream_generate
 from specmlx.loading import load
 from specmlx.receipts.benchmark import AlwaysWrong, Sample, Spread, answer, differing, measure, table
 from specmlx.receipts.suites import SUITES, suite
+from specmlx.speculation.sampling import make_sampler
 from specmlx.speculation.stats import Stats
 
 
@@ -137,3 +139,19 @@ def test_a_drafter_that_is_always_wrong_costs_what_the_other_does_and_keeps_noth
 def test_the_suites_are_of_this_package_and_the_same_every_time():
     assert {name: len(suite(name)) for name in SUITES} == {"code": 6, "math": 6, "chat": 6, "long": 2, "hopeless": 6}
     assert suite("long") == suite("long") and len(suite("long")[0]) > 8000
+
+
+def test_a_profile_takes_the_decoding_of_the_same_text_apart(directory):
+    model, tokenizer = load(str(directory))
+    options = dict(max_tokens=12, sampler=make_sampler(1.0), seed=2)
+    usual = [r.token for r in stream_generate(model, tokenizer, [5, 6, 7], **options, draft_model=None)]
+    options |= {"num_draft_tokens": "full", "profile": True}
+    *_, last = found = list(stream_generate(model, tokenizer, [5, 6, 7], **options))
+    assert [r.token for r in found] == usual
+    phases = last.stats.phases
+    assert phases.keys() == {"draft", "observe", "verify", "accept", "detokenize", "other host work"}
+    decoding = sum(seconds for name, seconds in phases.items() if name != "detokenize")
+    assert all(seconds >= 0 for seconds in phases.values()) and decoding == pytest.approx(last.stats.decode_seconds)
+    assert not found[0].stats.phases.get("other host work")
+    result = CliRunner().invoke(main, ["generate", "--model", str(directory), "-m", "4", "--profile"])
+    assert result.exit_code == 0 and "verify" in result.stderr and "without --profile they overlap" in result.stderr

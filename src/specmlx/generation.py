@@ -27,6 +27,7 @@ from specmlx.reuse import reusing
 from specmlx.speculation.costs import costs_file
 from specmlx.speculation.loop import Token, generate_tokens
 from specmlx.speculation.policy import Policy
+from specmlx.speculation.profile import DETOKENIZE, Phases, ProfiledDrafter, ProfiledPolicy, ProfiledTarget
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
 from specmlx.speculation.width import FULL, AutoWidth
@@ -70,6 +71,7 @@ def stream_generate(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     input_embeddings: mx.array | None = None,
+    profile: bool = False,
 ) -> Iterator[GenerationResponse]:
     """Generate text token by token with mlx_lm's signature and, where the model has a drafter, several tokens a pass.
 
@@ -94,6 +96,8 @@ def stream_generate(
         kv_bits, kv_group_size: keys and values of the attention layers in mlx's format of so many bits (2 to 8) with a
             scale for so many elements; kv_bits "int8": 8 bits with one float32 scale per token and head.
         quantized_kv_start: from this many tokens on, rounded up to a multiple of 64; the first ones too, then.
+        profile: take decoding's time apart, in the last response's `stats.phases`. Each phase is then waited for, so it
+            is slower than usual.
 
     Raises ValueError for options that can't be honoured, an empty prompt, ids outside the vocabulary, max_tokens of 0.
     """
@@ -122,6 +126,7 @@ def stream_generate(
         stream,
         kv_format,
         max_kv_size,
+        profile,
         dict(
             width=choose_width(model, drafter, num_draft_tokens),
             stop_tokens=frozenset(tokenizer.eos_token_ids),
@@ -152,7 +157,7 @@ def generate(
 
 
 def _responses(
-    model, tokenizer, ids, policy, drafter, stats, stops, prompt_cache, stream, kv_format, max_kv_size, options
+    model, tokenizer, ids, policy, drafter, stats, stops, prompt_cache, stream, kv_format, max_kv_size, profile, options
 ):
     from mlx_lm.generate import wired_limit
 
@@ -174,17 +179,24 @@ def _responses(
         if full:
             options["max_tokens"] = left
         owner = conversation.claim()
-        tokens = generate_tokens(
-            model, conversation, ids[cached:], policy, drafter, stats=stats, owner=owner, **options
-        )
+        phases, target, by = Phases(stats) if profile else None, model, drafter
+        if phases is not None:
+            target, policy = ProfiledTarget(model, phases), ProfiledPolicy(policy, phases)
+            by = drafter and ProfiledDrafter(drafter, phases)
+            options["lookahead"] = False
+        tokens = generate_tokens(target, conversation, ids[cached:], policy, by, stats=stats, owner=owner, **options)
         if stream is not None:
             tokens = _on_stream(tokens, stream)
         reply = Reply(tokenizer, stops, len(ids), stats, cached)
         widths = options["width"]
         try:
             for token in tokens:
-                response = reply.feed(token)
+                with phases.phase(DETOKENIZE) if phases else contextlib.nullcontext():
+                    response = reply.feed(token)
                 if response.finish_reason:
+                    if phases:
+                        phases.finish()
+                        response.stats = stats.snapshot()
                     _warn_if_idle(stats, drafter, widths)
                     if full:
                         warn_if_full(limit, response)

@@ -35,6 +35,7 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @click.option(
     "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Keep what each round did: specmlx view."
 )
+@click.option("--profile", is_flag=True, help="Print decoding's seconds by phase; waits for each, so it is slower.")
 @options.kv_options
 @options.unsupported("--quantize-activations", "-qa", is_flag=True)
 @options.unsupported("--image", multiple=True)
@@ -56,6 +57,7 @@ def generate(
     verbose: bool,
     as_json: bool,
     trace: Path | None,
+    profile: bool,
 ) -> None:
     """Answer one prompt: the text on stdout, everything else on stderr."""
     from specmlx.generation import stream_generate, summary
@@ -87,6 +89,7 @@ def generate(
             prompt_cache=prompt_cache,
             prefill_step_size=prefill_step_size,
             prompt_progress_callback=prefill_status,
+            profile=profile,
             **kv_settings,
         ):
             if verbose and not tokens:
@@ -100,8 +103,16 @@ def generate(
         click.echo(json.dumps(record(text, tokens, response)) if as_json else "", file=out)
         if verbose:
             note(summary(response))
+        if profile:
+            note(_phases(response.stats.phases))
         if recorder:
             _write_trace(trace, recorder, target.model, model, prompt, response.stats, kv.format())
+
+
+def _phases(phases: dict[str, float]) -> str:
+    whole = sum(phases.values())
+    lines = [f"  {name:<16} {seconds:8.3f} s {seconds / whole:6.1%}" for name, seconds in phases.items()]
+    return "\n".join(["decoding by phase, each waited for (without --profile they overlap):", *lines])
 
 
 def _recorder(trace: Path | None) -> Any:

@@ -137,7 +137,7 @@ class Recorder:
             finish_reason=last.finish_reason,
             tokens=self.tokens,
             rounds=self.rounds,
-            phases={"prompt": stats.prefill_seconds, "decoding": stats.decode_seconds},
+            phases={"prompt": stats.prefill_seconds} | (stats.phases or {"decoding": stats.decode_seconds}),
             account=None if account is None else account_object(account),
             machine=asdict(this_machine()),
             versions={"specmlx": specmlx.__version__},

@@ -11,7 +11,7 @@ class Stats:
     proposed: drafted tokens that were verified. accepted: drafted tokens that were delivered.
     accept_histogram: rounds by how many drafted tokens they delivered, index 0..width.
     context: sum over rounds of the rows that were in the state before each round's own (keys are read up to there).
-    draft_passes: rounds with a proposal.
+    draft_passes: rounds with a proposal. phases: decoding's seconds by phase, where it was profiled (else empty).
     mode: "speculative" or "plain"; reason: why it is plain, why rows are handled one by one, or which kernels differ by
         the number of rows.
     """
@@ -27,6 +27,7 @@ class Stats:
     decode_seconds: float = 0.0
     context: int = 0
     draft_passes: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -58,7 +59,7 @@ class Stats:
 
     def snapshot(self) -> "Stats":
         """A copy that later rounds do not change."""
-        return replace(self, accept_histogram=list(self.accept_histogram))
+        return replace(self, accept_histogram=list(self.accept_histogram), phases=dict(self.phases))
 
     def _bin(self, accepted: int, change: int) -> None:
         missing = accepted + 1 - len(self.accept_histogram)
