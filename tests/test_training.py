@@ -58,7 +58,7 @@ def drafter_of(kind: str, target):
 def sample():
     ids = mx.concatenate([tokens(1, LENGTH + 1), tokens(2, LENGTH + 1)])
     weights = np.zeros((2, LENGTH), np.float32)
-    weights[0, 5:17] = weights[0, 25:40] = weights[1, 11:14] = 1
+    weights[0, 5:17] = weights[0, 25:40] = weights[1, 11:14] = weights[1, 15:18] = 1
     anchors = np.array([[5, 12, 16, 38], [11, 13, -1, -1]], np.int32)
     return ids, weights, anchors
 

@@ -27,7 +27,7 @@ SETTINGS = (
     {"draft_markov_top_k": 8},
 )
 TEMPERATURE, SEED, MAX_TOKENS = 0.8, 1, 160
-BLOCKS, APART = 200, 5
+BLOCKS = 200
 
 
 @dataclass
@@ -69,17 +69,20 @@ def same_slots(model: Model, one: Drafter, other: Drafter, prompts: list[list[in
 
 
 def _blocks(model: Model, one: Drafter, prompts: list[list[int]], texts: list[list[int]]) -> Iterator[tuple]:
-    """Contexts by drafter, made when they are asked for, the rows to observe next, and the anchor: `BLOCKS` times."""
-    blocks = 0
-    for prompt, text in zip(prompts, texts, strict=True):
+    """Contexts by drafter, made when they are asked for, the rows to observe next, and the anchor: `BLOCKS` times.
+
+    Every text has as many blocks as the others, spread over its tokens.
+    """
+    left = BLOCKS
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids = mx.array([prompt + text], dtype=mx.int32)
         _, features = model.features(ids, one.tap_ids)
-        contexts, seen = _Contexts(), 0
-        for at in range(len(prompt) - 1, ids.shape[1] - 1, APART):
-            if blocks == BLOCKS:
-                return
+        contexts, seen, count = _Contexts(), 0, min(-(-left // (len(prompts) - i)), len(text))
+        for block in range(count):
+            at = len(prompt) - 1 + block * len(text) // count
             yield contexts, (ids[:, seen:at], features[:, seen:at], at - seen), ids[:, at]
-            seen, blocks = at, blocks + 1
+            seen = at
+        left -= count
 
 
 class _Contexts(dict):
