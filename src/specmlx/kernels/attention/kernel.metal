@@ -110,19 +110,19 @@ for (int block = block0; block < end; block += KB) {
                     }
                     MLX_MTL_PRAGMA_UNROLL
                     for (int part = 0; part < PART; part++) {
-                        if (RT % PARTS != 0 && first_rt + part >= RT) {
-                            break;
-                        }
-                        const int r = min(8 * (first_rt + part) + row, ROWS - 1);
-                        const size_t q_row = size_t(b * Hq + group * G + r % G) * L + r / G;
-                        const device T* q_at = q + q_row * D + d0 + column * E + i0;
-                        const Words<QUERY_BYTES> x = load_words<QUERY_BYTES>((const device uchar*)q_at);
-                        const Words<QUERY_BYTES> y = load_words<QUERY_BYTES>((const device uchar*)(q_at + E));
-                        MLX_MTL_PRAGMA_UNROLL
-                        for (int i = 0; i < SUB; i++) {
-                            const float2 a = float2(
-                                element<PLAIN, 8 * sizeof(T), T>(x, i), element<PLAIN, 8 * sizeof(T), T>(y, i));
-                            multiply_add(sum[part], a, k[i]);
+                        // Guarded, not left by `break`: the loop must unroll, or `sum` goes to memory.
+                        if (RT % PARTS == 0 || first_rt + part < RT) {
+                            const int r = min(8 * (first_rt + part) + row, ROWS - 1);
+                            const size_t q_row = size_t(b * Hq + group * G + r % G) * L + r / G;
+                            const device T* q_at = q + q_row * D + d0 + column * E + i0;
+                            const Words<QUERY_BYTES> x = load_words<QUERY_BYTES>((const device uchar*)q_at);
+                            const Words<QUERY_BYTES> y = load_words<QUERY_BYTES>((const device uchar*)(q_at + E));
+                            MLX_MTL_PRAGMA_UNROLL
+                            for (int i = 0; i < SUB; i++) {
+                                const float2 a = float2(
+                                    element<PLAIN, 8 * sizeof(T), T>(x, i), element<PLAIN, 8 * sizeof(T), T>(y, i));
+                                multiply_add(sum[part], a, k[i]);
+                            }
                         }
                     }
                 }
@@ -131,16 +131,15 @@ for (int block = block0; block < end; block += KB) {
         MLX_MTL_PRAGMA_UNROLL
         for (int part = 0; part < PART; part++) {
             const int rt = first_rt + part;
-            if (rt >= RT) {
-                break;
+            if (rt < RT) {
+                const int position = row0_position + min(8 * rt + row, ROWS - 1) / G;
+                // Selected, never multiplied: a stale key may be NaN.
+                const bool seen_a = sees<FIRST, WINDOW>(position, key0) && key0 < end;
+                const bool seen_b = sees<FIRST, WINDOW>(position, key0 + 1) && key0 + 1 < end;
+                threadgroup float* score = scores + (8 * rt + row) * STRIDE + 8 * kt + column;
+                score[0] = seen_a ? sum[part].x * key_scale.x : UNSEEN;
+                score[1] = seen_b ? sum[part].y * key_scale.y : UNSEEN;
             }
-            const int position = row0_position + min(8 * rt + row, ROWS - 1) / G;
-            // Selected, never multiplied: a stale key may be NaN.
-            const bool seen_a = sees<FIRST, WINDOW>(position, key0) && key0 < end;
-            const bool seen_b = sees<FIRST, WINDOW>(position, key0 + 1) && key0 + 1 < end;
-            threadgroup float* score = scores + (8 * rt + row) * STRIDE + 8 * kt + column;
-            score[0] = seen_a ? sum[part].x * key_scale.x : UNSEEN;
-            score[1] = seen_b ? sum[part].y * key_scale.y : UNSEEN;
         }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
