@@ -24,7 +24,8 @@ FORMATS = {
 }
 KEYS = {
     "gated_delta": [{"Hk": 2, "Hv": 6, "Dk": 128, "Dv": 128}, {"Hk": 1, "Hv": 2, "Dk": 64, "Dv": 32}],
-    "attention": [{"Hq": 24, "Hkv": 4, "D": 256}, {"Hq": 6, "Hkv": 2, "D": 64}],
+    "attention": [{"Hq": 24, "Hkv": 4, "D": 256, "kv": "plain"}]
+    + [{"Hq": 6, "Hkv": 2, "D": 64, "kv": kv} for kv in ("plain", "int8", "affine4", "affine8")],
     "draft_head": [{}],
     "accept": [{}],
 }

@@ -74,5 +74,5 @@ def as_text(report: dict) -> str:
             best = min(times.values())
             marked = (f"{v} {us:.1f}{'*' if us == best else ''}" for v, us in times.items())
             lines.append(f"  {n:>2} rows   {', '.join(marked)} µs")
-        lines += [f"  not {variant}: it {why}" for variant, why in row["dropped"].items()]
+        lines += [f"  not {variant}: {why}" for variant, why in row["dropped"].items()]
     return "\n".join(lines)

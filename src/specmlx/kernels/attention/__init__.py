@@ -47,4 +47,5 @@ def attention(
 
 
 def _factory(q: mx.array, keys: Stored) -> Callable | None:
-    return kernel_factory("attention", Hq=q.shape[1], Hkv=keys.data.shape[1], D=q.shape[-1], dtype=q.dtype)
+    kv = "plain" if not keys.bits else "int8" if keys.biases is None else f"affine{keys.bits}"
+    return kernel_factory("attention", q.dtype, Hq=q.shape[1], Hkv=keys.data.shape[1], D=q.shape[-1], kv=kv)

@@ -95,8 +95,9 @@ class Chooser:
             shape = " ".join(str(value) for value in key.values())
             self._tell(f"choosing the kernel of {operator.name} {shape} on {self.table.chip}, once")
             outcome = self.table.entries[name] = self._race(operator, key)
-            for variant, why in outcome.dropped.items():
-                warnings.warn(f"kernel {variant} of {name} is not used on {self.table.chip}: it {why}", stacklevel=4)
+            for why in dict.fromkeys(outcome.dropped.values()):
+                variants = ", ".join(v for v in outcome.dropped if outcome.dropped[v] == why)
+                warnings.warn(f"kernel {variants} of {name} is not used on {self.table.chip}: {why}", stacklevel=4)
             self.table.write()
         outcome = self.table.entries[name]
         if self.consistent:

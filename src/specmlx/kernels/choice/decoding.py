@@ -10,6 +10,7 @@ from specmlx.kernels.accept import metal as accept_metal
 from specmlx.kernels.accept import reference as accept_reference
 from specmlx.kernels.attention import metal as attention_metal
 from specmlx.kernels.attention import reference as attention_reference
+from specmlx.kernels.attention.reference import Stored
 from specmlx.kernels.choice.operator import Key
 from specmlx.kernels.draft_head import metal as head_metal
 from specmlx.kernels.draft_head import reference as head_reference
@@ -92,7 +93,7 @@ class GatedDelta(Decoding):
 
 
 class Attention(Decoding):
-    """Rows over a buffer of keys and values. Keys: Hq, Hkv, D, dtype."""
+    """Rows over a buffer of keys and values. Keys: Hq, Hkv, D, kv ("plain", "int8", "affine4", "affine8"), dtype."""
 
     name = "attention"
 
@@ -100,19 +101,28 @@ class Attention(Decoding):
         return 4 * key["Hkv"] * 2048 * key["D"]
 
     def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
-        Hq, Hkv, D = key["Hq"], key["Hkv"], key["D"]
-        length = 333 if exact else 2048
-        q, k, v = normal(seed, 1, Hq, rows, D), normal(seed + 1, 1, Hkv, length, D), normal(seed + 2, 1, Hkv, length, D)
-        return tuple(x.astype(getattr(mx, key["dtype"])) for x in (q, k, v))
+        length, dtype = 333 if exact else 2048, getattr(mx, key["dtype"])
+
+        def stored(seed: int) -> Stored:
+            x = normal(seed, 1, key["Hkv"], length, key["D"]).astype(dtype)
+            if key["kv"] == "plain":
+                return Stored(x)
+            if key["kv"] == "int8":
+                scales = mx.abs(x).max(axis=-1, keepdims=True).astype(mx.float32) / 127
+                return Stored(mx.round(x / scales).astype(mx.int8), scales, bits=8)
+            bits = int(key["kv"].removeprefix("affine"))
+            return Stored(*mx.quantize(x, group_size=32, bits=bits), bits=bits)
+
+        return normal(seed, 1, key["Hq"], rows, key["D"]).astype(dtype), stored(seed + 1), stored(seed + 2)
 
     def run(self, variant: str, inputs: tuple) -> mx.array:
-        q, *stored = inputs
-        keys, values = (attention_reference.Stored(x) for x in stored)
+        q, keys, values = inputs
         length, T, scale = keys.data.shape[2], q.shape[2], q.shape[-1] ** -0.5
         start = mx.array([length - T], dtype=mx.int32)
         if variant == METAL:
             return attention_metal.attention(q, keys, values, start, length, scale, factory=self.factory)
-        if variant == "reference":
+        # mlx has no attention over quantized keys: what serves instead is the reference.
+        if variant == "reference" or keys.bits:
             return attention_reference.attention(q, keys, values, start, scale)
         mask = "causal" if T > 1 else None
         return mx.fast.scaled_dot_product_attention(q, keys.data, values.data, scale=scale, mask=mask)

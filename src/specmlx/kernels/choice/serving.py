@@ -10,7 +10,7 @@ from specmlx.kernels.choice.chooser import Chooser, to_stderr
 from specmlx.kernels.choice.operator import STOCK
 
 
-def kernel_factory(operator: str, dtype: mx.Dtype, **key: int) -> Callable | None:
+def kernel_factory(operator: str, dtype: mx.Dtype, **key: int | str) -> Callable | None:
     """What makes the operator's kernel, or None where mlx's operations serve: not on Metal, off, wrong or slower."""
     factory = metal_factory()
     if factory is None:
