@@ -15,6 +15,7 @@ from specmlx import PromptCache
 from specmlx.generation import stream_generate
 from specmlx.state.conversation import Conversation
 from specmlx.state.prefix import restore, spans, take
+from specmlx.state.store import CHECKPOINT
 from specmlx.targets.any_lm import AnyLM
 
 CHATML = (
@@ -314,3 +315,42 @@ def test_threads_share_a_cache(fp32, tokenizer):
     held = [snapshot for _, snapshot, _ in cache.snapshots()]
     pieces = {piece for snapshot in held for piece in snapshot.piece.chain()}
     assert cache.nbytes == sum(x.nbytes for x in [*held, *pieces]) <= cache.max_bytes
+
+
+def test_a_snapshot_is_left_where_two_prompts_part(fp32, tokenizer):
+    prompts = [ids(1, 150) + ids(seed, 80) for seed in (2, 3, 4)]
+    cache, cached = PromptCache(keep_answers=False), []
+    for prompt in prompts:
+        cached.append(run(fp32, tokenizer, prompt, cache, n=1)[1].cached_tokens)
+    assert cached == [0, 0, 128]
+    assert sorted(s.length for _, s, _ in cache.snapshots()) == [128, 192, 192, 192]
+    assert [*cache.snapshots()[-1][1].ids] == prompts[-1][:192]
+
+
+def test_room_is_made_among_checkpoints_first_and_by_last_use_within_a_class(fp32):
+    def snapshot(seed: int):
+        prompt = tokens(seed, 64, 282)
+        conversation = Conversation(prefilled(fp32, prompt), prompt[0].tolist())
+        conversation.exact = 64
+        return take(conversation)
+
+    held = [snapshot(seed) for seed in range(5)]
+    size = held[0].nbytes + held[0].piece.nbytes
+    cache = PromptCache(max_bytes=3 * size + size // 2)
+
+    def left() -> list[int]:
+        return [next(n for n, x in enumerate(held) if x is snapshot) for _, snapshot, _ in cache.snapshots()]
+
+    cache.put("m", held[0])
+    cache.put("m", held[1])
+    cache.put("m", held[2], CHECKPOINT)
+    with cache.find("m", [*held[0].ids, 5]) as found:
+        assert found is held[0]
+    cache.put("m", held[3])
+    assert left() == [1, 0, 3]
+    cache.put("m", held[4])
+    assert left() == [0, 3, 4]
+    cache.demote("m", held[4])
+    cache.put("m", held[1])
+    assert left() == [0, 3, 1]
+    assert cache.counters.evictions == 3 and cache.counters.bytes == 3 * size

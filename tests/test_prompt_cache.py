@@ -175,6 +175,14 @@ def test_a_stock_list_is_given_back_after_an_exception(model, tokenizer, when):
     assert generate(model, tokenizer, [8], max_tokens=3, prompt_cache=ours)
 
 
+@pytest.mark.parametrize("change", [dict(linear_num_value_heads=2), dict(num_key_value_heads=1), dict(head_dim=64)])
+def test_a_stock_list_of_a_model_of_other_sizes_is_refused(model, tokenizer, change):
+    caches, other = model.make_cache(), tiny(0, **SMALL | change)
+    list(stream_generate(model, tokenizer, [5, 6], 2, prompt_cache=caches))
+    with pytest.raises(ValueError, match="is another model's: its sizes are"):
+        next(stream_generate(other, tokenizer, [5], prompt_cache=caches))
+
+
 def test_a_cache_that_cannot_be_read_is_named(model, tokenizer):
     for index, bad, word in (
         (1, stock.RotatingKVCache(8), "layer 1 is a RotatingKVCache: specmlx reads KVCache there"),

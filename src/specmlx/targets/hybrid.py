@@ -241,9 +241,13 @@ class Model(nn.Module):
         """How many layers keep a state."""
         return len(self.layers)
 
+    @property
+    def _heads(self) -> tuple[int, int]:
+        return self.config.num_key_value_heads, self.config.head_dim
+
     def import_caches(self, caches: list) -> LayerStates:
         """States that hold what stock mlx-lm caches hold."""
-        return stock.import_caches(caches, self.new_states())
+        return stock.import_caches(caches, self.new_states(), self._heads)
 
     def export_caches(self, states: LayerStates, caches: list) -> None:
         """Write the committed rows into stock mlx-lm caches, in place."""
@@ -256,7 +260,7 @@ class Model(nn.Module):
         h = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
         if cache is None:
             return self.lm_head(self._whole(h)[0])
-        states = stock.import_caches(cache, self.new_states(h.shape[0]))
+        states = stock.import_caches(cache, self.new_states(h.shape[0]), self._heads)
         outputs = []
         while h.shape[1]:
             stepped = h.shape[1] <= _STEPPED

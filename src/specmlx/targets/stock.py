@@ -15,10 +15,11 @@ def empty_caches(is_linear: Sequence[bool]) -> list:
     return [ArraysCache(size=2) if linear else KVCache() for linear in is_linear]
 
 
-def import_caches(caches: list, states: LayerStates) -> LayerStates:
-    """Put what the caches hold into new `states`.
+def import_caches(caches: list, states: LayerStates, heads: tuple[int, int]) -> LayerStates:
+    """Put what the caches hold into new `states`; `heads`: the model's key-value heads and their size.
 
-    Raises TypeError for a cache of another class (naming it and its layer), ValueError where layers disagree in length.
+    Raises TypeError for a cache of another class (naming it and its layer), ValueError where layers disagree in length
+    or hold another model's states.
     """
     if len(caches) != len(states.layers):
         raise ValueError(f"prompt_cache has {len(caches)} layers but the model has {len(states.layers)}")
@@ -32,15 +33,25 @@ def import_caches(caches: list, states: LayerStates) -> LayerStates:
         if expected is KVCache:
             lengths.add(cache.offset)
             layers.append(None if cache.empty() else KV(cache.keys, cache.values))
+            found = heads if cache.empty() else (cache.keys.shape[1], cache.keys.shape[3])
+            _check_shape(i, found, heads)
         else:
             conv, S = cache[0], cache[1]
             layers.append(empty if S is None else Recurrent(S, conv))
+            _check_shape(
+                i, layers[-1].S.shape[1:] + layers[-1].conv.shape[1:], empty.S.shape[1:] + empty.conv.shape[1:]
+            )
     if len(lengths) > 1:
         raise ValueError(f"prompt_cache layers hold different lengths {sorted(lengths)}: they must agree")
     if length := max(lengths, default=0):
         states.open(Pass(length, layers))
         states.commit(length)
     return states
+
+
+def _check_shape(layer: int, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if found != expected:
+        raise ValueError(f"prompt_cache layer {layer} is another model's: its sizes are {found}, not {expected}")
 
 
 def export_caches(states: LayerStates, caches: list) -> None:
