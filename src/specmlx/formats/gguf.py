@@ -148,8 +148,6 @@ class _Reader:
         if kind != _ARRAY or depth == _DEPTH:
             raise ValueError(f"a value has type {kind} at depth {depth}")
         kind, length = self._number("I"), self._number("Q")
-        if length > self.size - self.stream.tell():
-            raise ValueError(f"an array has {length} values, more than the file has bytes")
         if kind in _NUMBERS:
             data = self._bytes(length * struct.calcsize(f"<{_NUMBERS[kind]}"))
             return list(struct.unpack(f"<{length}{_NUMBERS[kind]}", data))
