@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,6 +23,7 @@ from specmlx.conversion import convert, plain_config
 from specmlx.drafters.config import DrafterConfig
 from specmlx.formats.checkpoint import read_config
 from specmlx.loading import load, resolve
+from specmlx.speculation.stats import Stats
 
 GOLDENS = Path(__file__).parent / "goldens"
 SMALL = {"num_hidden_layers": 4, "full_attention_interval": 2}
@@ -52,6 +54,16 @@ def test_a_converted_target_is_the_one_that_mlx_lm_makes(changes, bits, tmp_path
     assert tokenizer.encode("the fox") == mlx_lm.load(str(source))[1].encode("the fox")
 
 
+def answer(model, tokenizer) -> tuple[list[int], Stats]:
+    """Tokens of an answer, and its counts, the clocks apart."""
+    question = [{"role": "user", "content": "Please write a class Trip in Python that has map and lamp."}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    width = model.draft_model.max_width
+    found = list(specmlx.stream_generate(model, tokenizer, prompt, 24, num_draft_tokens=width))
+    stats = found[-1].stats
+    return [r.token for r in found], replace(stats, prefill_seconds=0, decode_seconds=0, phases={})
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_converted_pair_gives_the_text_of_the_pair_and_needs_nothing_named(kind, tmp_path):
     result = CliRunner().invoke(
@@ -60,15 +72,29 @@ def test_a_converted_pair_gives_the_text_of_the_pair_and_needs_nothing_named(kin
     assert result.exit_code == 0 and str(tmp_path / "out") in result.stdout, result.output
     model, tokenizer = load(str(tmp_path / "out"), dtype="float32")
     ours, _ = load("demo", draft_model=f"demo/{kind}")
-    prompt = tokenizer.encode("Please write a class Trip in Python that has map.")
-    stats = []
-    for target in (model, ours):
-        *_, last = specmlx.stream_generate(target, tokenizer, prompt, 24)
-        stats.append((last.stats.rounds, last.stats.proposed, last.token))
-    assert stats[0] == stats[1] and model.draft_model is not None
+    found, want = answer(model, tokenizer), answer(ours, tokenizer)
+    assert found == want and found[1].accepted > 10
     config = read_config(tmp_path / "out" / "draft")
     assert "is_causal" in config or config["layer_types"].count("sliding_attention") == 0
     assert config["dflash_config"]["sample_from_anchor"] == (kind == "dspark")
+
+
+def test_a_targets_own_mtp_head_goes_into_draft(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(resolve("demo"), source)
+    own = mx.load(str(resolve("demo/mtp") / "model.safetensors"))
+    weights = mx.load(str(source / "model.safetensors"))
+    # Beside convs in mlx's layout, norms are what they are.
+    mx.save_safetensors(str(source / "model.safetensors"), weights | {f"mtp.{k}": v for k, v in own.items()})
+    result = CliRunner().invoke(main, ["convert", "--model", str(source), "--out", str(tmp_path / "without")])
+    assert "--draft-model mtp keeps it" in result.output and not (tmp_path / "without" / "draft").exists()
+    out = convert(str(source), tmp_path / "out", "mtp", bits=8)
+    model, tokenizer = load(str(out), dtype="float32")
+    assert type(model.draft_model).__name__ == "MTP"
+    split, _ = load(str(out), dtype="float32", draft_model="demo/mtp")
+    found, want = answer(model, tokenizer), answer(split, tokenizer)
+    assert found == want and found[1].accepted > 10
+    assert mlx_lm.load(str(out))
 
 
 def test_a_gguf_file_becomes_a_directory_of_mlx_lm(tmp_path):
@@ -128,7 +154,8 @@ WRONG = {
         "can't serve this target: hidden size",
     ),
     "a target as drafter": (dict(model="demo", draft_model="demo"), "is a language model"),
-    "a head without files": (dict(model="demo", draft_model="mtp"), "has no files of its own"),
+    "a drafter without files": (dict(model="demo", draft_model="ngram"), "has no files"),
+    "a head that is not there": (dict(model="demo", draft_model="mtp"), "has no mtp.* tensors"),
     "weights that mlx_lm has no layout for": (dict(model="fp8"), "which mlx_lm can't load"),
     "what is quantized already": (dict(model="quantized", bits=4), "quantized already"),
     "no such model": (dict(model="./none"), "no such directory"),

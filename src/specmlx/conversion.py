@@ -13,6 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.config import DFLASH, DFLASH2, FULL, SLIDING, DrafterConfig, is_language_model
+from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.formats.checkpoint import read_config, safetensors, weight_files
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
@@ -48,7 +49,7 @@ def convert(
     """Write a target to a new directory in mlx's layout, with its drafter in draft/.
 
     Args:
-        model, draft_model: directories, Hub ids, a .gguf file, or of the demo.
+        model, draft_model: directories, Hub ids, a .gguf file, or of the demo; "mtp" is the head in the target's files.
         bits: quantizes the target's matrices in groups of `group_size`, routers of experts to 8 bits as mlx_lm does.
         progress: gets (bytes written, bytes in all).
 
@@ -63,7 +64,7 @@ def convert(
         raise ValueError(f"can't quantize to {bits} bits: mlx has {', '.join(map(str, BITS))}")
     source = resolve(model)
     target, config = load_target(source, lazy=True)
-    drafter = _drafter(draft_model, target)
+    drafter = _drafter(draft_model, target, source)
     config = _config(target, config)
     module = target.lm if isinstance(target, AnyLM) else target
     if bits is not None:
@@ -138,12 +139,22 @@ def _same(name: str, value: Any, parsed: DrafterConfig) -> bool:
     return name == "rope_scaling" or value == getattr(parsed, name)
 
 
-def _drafter(name: str | None, target: Model | AnyLM) -> tuple[Path, dict[str, Any]] | None:
-    """A drafter's directory and the config that it is written with, once it is known to fit and to load."""
+def _drafter(
+    name: str | None, target: Model | AnyLM, source: Path
+) -> tuple[Path | dict[str, mx.array], dict[str, Any]] | None:
+    """A drafter's directory, or its weights, and its config to be, once it is known to fit and to load."""
     if name is None:
         return None
-    if name in (MTP, NGRAM):
-        raise ValueError(f"draft_model {name!r} has no files of its own: leave it out, and name it when you generate")
+    if name == NGRAM:
+        raise ValueError(f"draft_model {name!r} has no files: leave it out, and name it when you generate")
+    if name == MTP:
+        if not isinstance(target, Model):
+            raise ValueError(f"draft_model 'mtp' needs a Qwen3.5-family target, not {target.config.model_type}")
+        head = load_mtp(source, target).model
+        config = read_config(source)
+        text = config.get("text_config") or config
+        plain = {"architectures": ["Qwen3_5MTP"], "model_type": "qwen3_5_mtp", "text_config": text}
+        return dict(tree_flatten(head.parameters())), plain | {k: config[k] for k in ("quantization",) if k in config}
     path = resolve(name)
     config = read_config(path)
     if is_language_model(config):
@@ -227,10 +238,14 @@ def _shards(weights: dict[str, mx.array]) -> Iterator[list[str]]:
     yield names
 
 
-def _write_drafter(folder: Path, source: Path, config: dict[str, Any]) -> None:
+def _write_drafter(folder: Path, source: Path | dict[str, mx.array], config: dict[str, Any]) -> None:
     folder.mkdir()
-    for file in weight_files(source):
-        shutil.copyfile(file, folder / file.name)
+    if isinstance(source, dict):
+        with (folder / "model.safetensors").open("wb") as stream:
+            stream.writelines(safetensors(source, {"format": "mlx"}))
+    else:
+        for file in weight_files(source):
+            shutil.copyfile(file, folder / file.name)
     _write_json(folder / "config.json", config)
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import click
 
-from specmlx.cli.terminal import answers
+from specmlx.cli.terminal import answers, note
 
 
 @click.command(short_help="Write a target and its drafter to one directory.")
 @click.option("--model", required=True, metavar="PATH_OR_ID", help="Target: a directory, a Hub id or a .gguf file.")
-@click.option("--draft-model", metavar="PATH_OR_ID", help="Its drafter, for the folder draft/.")
+@click.option("--draft-model", metavar="PATH_OR_ID|mtp", help="Its drafter, for the folder draft/; mtp: its own head.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new directory.")
 @click.option("--quantize", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Bits of the target's matrices.")
 @click.option("--group-size", type=click.Choice(["32", "64", "128"]), default="64", show_default=True)
@@ -19,7 +19,9 @@ def convert(model: str, draft_model: str | None, out: Path, quantize: str | None
 
     The directory appears when all of it is written: a run that is killed leaves none.
     """
+    from specmlx.choosing import has_mtp
     from specmlx.conversion import convert as write
+    from specmlx.loading import resolve
 
     with answers() as stdout, click.progressbar(length=1, label="writing", file=sys.stderr) as bar:
 
@@ -28,4 +30,6 @@ def convert(model: str, draft_model: str | None, out: Path, quantize: str | None
             bar.update(done - bar.pos)
 
         path = write(model, out, draft_model, int(quantize) if quantize else None, int(group_size), progress)
+    if draft_model is None and has_mtp(resolve(model)):
+        note("the target's MTP head is left out, since mlx_lm doesn't load it; --draft-model mtp keeps it in draft/")
     click.echo(path, file=stdout)
