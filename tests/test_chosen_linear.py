@@ -4,11 +4,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import msl
 import pytest
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from specmlx.formats.scaled_linear import ScaledLinear
 from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
-from specmlx.kernels.linear import ChosenEmbedding, ChosenLinear, ChosenScaledLinear, choose_kernels, mixed
+from specmlx.kernels.linear import (
+    ChosenEmbedding,
+    ChosenLinear,
+    ChosenScaledLinear,
+    ChosenSwitchLinear,
+    choose_kernels,
+    mixed,
+)
 from specmlx.kernels.quantized_matmul import reference
 
 
@@ -31,7 +39,7 @@ def tiny(dtype=mx.bfloat16) -> Tiny:
 
 
 def chooser(tmp_path, **outcome: float):
-    seconds = {n: {STOCK: 1.0, **outcome} for n in (1, 32)}
+    seconds = {n: {STOCK: 1.0, **outcome} for n in (1, 32, 128)}
     table = Table.read(tmp_path / "kernels.json", "Apple M99")
     return Chooser(table=table, race=lambda *_: Outcome(seconds), available=True)
 
@@ -92,6 +100,25 @@ def test_codes_with_a_scale_of_the_tensor_or_of_channels(tmp_path, mode, channel
     y = model(x)
     assert y.dtype == dtype
     assert mx.abs(y - want).max().item() < (0.01 if dtype == mx.bfloat16 else 0.002) * mx.abs(want).max().item()
+    assert sim.reports
+
+
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("sort", [False, True])
+def test_a_mixture_of_experts_has_the_products_of_mlx(tmp_path, T, sort):
+    glu = SwitchGLU(64, 128, 6)
+    glu.set_dtype(mx.float16)
+    nn.quantize(glu, group_size=64, bits=4)
+    x = mx.random.normal((2, T, 64), key=mx.random.key(0)).astype(mx.float16)
+    # From 64 pairs on mlx-lm sorts them itself.
+    indices = mx.random.randint(0, 6, (2, T, (64 // (2 * T) + 1) if sort else 2), key=mx.random.key(1))
+    want = glu(x.astype(mx.float32), indices)
+    sim = msl.Simulator()
+    choose_kernels(glu, mx.float16, chooser(tmp_path, A=0.5), sim.metal_kernel)
+    assert isinstance(glu.gate_proj, ChosenSwitchLinear)
+    got = glu(x, indices)
+    assert got.shape == want.shape and got.dtype == mx.float16
+    assert mx.abs(got - want).max().item() < 0.01 * mx.abs(want).max().item()
     assert sim.reports
 
 

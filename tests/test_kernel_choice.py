@@ -139,6 +139,7 @@ def test_where_there_is_no_metal_device_mlx_serves():
 
 KEYS = {
     "quantized_matmul": {"N": 40, "K": 320, "mode": "affine", "bits": 4, "group_size": 64, "dtype": "bfloat16"},
+    "experts": {"E": 6, "N": 48, "K": 128, "mode": "affine", "bits": 4, "group_size": 64, "dtype": "bfloat16"},
     "gated_delta": {"Hk": 1, "Hv": 2, "Dk": 64, "Dv": 32, "dtype": "bfloat16"},
     "attention": {"Hq": 6, "Hkv": 2, "D": 64, "kv": "int8", "dtype": "bfloat16"},
     "draft_head": {"dtype": "bfloat16"},

@@ -5,10 +5,12 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from specmlx.formats.scaled_linear import ScaledLinear
 from specmlx.kernels.choice import STOCK, Choice, Chooser
-from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
+from specmlx.kernels.choice.operators import EXPERTS, QUANTIZED_MATMUL
+from specmlx.kernels.experts import gather_by_expert
 from specmlx.kernels.quantized_matmul import quantized_matmul, supported
 
 
@@ -77,6 +79,41 @@ class ChosenScaledLinear(ScaledLinear):
         return y + self.bias if "bias" in self else y
 
 
+class ChosenSwitchLinear(QuantizedSwitchLinear):
+    """mlx-lm's QuantizedSwitchLinear, with the kernel of a `Choice` by the number of (row, expert) pairs."""
+
+    @classmethod
+    def of(
+        cls, layer: QuantizedSwitchLinear, choice: Choice, factory: Callable = mx.fast.metal_kernel
+    ) -> "ChosenSwitchLinear":
+        """On the layer's own arrays; nothing is copied."""
+        new = cls.__new__(cls)
+        nn.Module.__init__(new)
+        for name, value in layer.items():
+            new[name] = value
+        new.group_size, new.bits, new.mode = layer.group_size, layer.bits, layer.mode
+        new.global_scale = None
+        new._choice, new._factory = choice, factory
+        return new
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        if self._choice.variant(indices.size) == STOCK:
+            return super().__call__(x, indices, sorted_indices)
+        y = gather_by_expert(
+            x,
+            self.weight,
+            self.scales,
+            self.get("biases"),
+            indices,
+            sorted_indices=sorted_indices,
+            factory=self._factory,
+            group_size=self.group_size,
+            bits=self.bits,
+            mode=self.mode,
+        )
+        return y + mx.expand_dims(self.bias[indices], -2) if "bias" in self else y
+
+
 def _multiply(
     layer: nn.Module, x: mx.array, variant: str, factory: Callable, tensor_scale: mx.array | None = None
 ) -> mx.array:
@@ -98,6 +135,7 @@ _CHOSEN = {
     nn.QuantizedLinear: ChosenLinear,
     nn.QuantizedEmbedding: ChosenEmbedding,
     ScaledLinear: ChosenScaledLinear,
+    QuantizedSwitchLinear: ChosenSwitchLinear,
 }
 
 
@@ -115,10 +153,16 @@ def choose_kernels(
         new = _CHOSEN.get(type(layer))
         if new is None or not _supported(layer, dtype):
             continue
-        N, K = layer.weight.shape[0], layer.weight.shape[1] * 32 // layer.bits
+        *experts, N, words = layer.weight.shape
+        K = words * 32 // layer.bits
         key = {"N": N, "K": K, "mode": layer.mode, "bits": layer.bits, "group_size": layer.group_size}
-        choice = chooser.choose(QUANTIZED_MATMUL, {**key, "dtype": str(dtype).removeprefix("mlx.core.")})
-        chosen[f"{N}x{K} {layer.mode} {layer.bits}/{layer.group_size}"] = choice
+        key["dtype"] = str(dtype).removeprefix("mlx.core.")
+        if experts:
+            choice = chooser.choose(EXPERTS, {"E": experts[0], **key})
+        else:
+            choice = chooser.choose(QUANTIZED_MATMUL, key)
+        shape = "x".join(str(n) for n in (*experts, N, K))
+        chosen[f"{shape} {layer.mode} {layer.bits}/{layer.group_size}"] = choice
         if set(choice.by_rows) != {STOCK}:
             replaced.append((path, new.of(layer, choice, factory)))
     model.update_modules(tree_unflatten(replaced))
@@ -136,6 +180,8 @@ def mixed(chosen: dict[str, Choice]) -> str | None:
 
 
 def _supported(layer: nn.Module, dtype: mx.Dtype) -> bool:
+    if isinstance(layer, QuantizedSwitchLinear) and layer.global_scale is not None:
+        return False
     K = layer.weight.shape[-1] * 32 // layer.bits
     x = mx.zeros((1, K), dtype)
     return supported(x, layer.weight, layer.scales, group_size=layer.group_size, bits=layer.bits, mode=layer.mode)

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from specmlx.kernels.choice.decoding import ACCEPT, ATTENTION, DRAFT_HEAD, GATED_DELTA
 from specmlx.kernels.choice.operator import STOCK, Key, Operator
+from specmlx.kernels.experts import gather_by_expert
 from specmlx.kernels.quantized_matmul import quantized_matmul, reference
 
 
@@ -77,5 +78,60 @@ class QuantizedMatmul:
         return reference.quantized_matmul(x.astype(mx.float32), w, scales, biases, **format)
 
 
+class Mixed(NamedTuple):
+    """A row of x `[P, 1, K]` for each pair, its expert, and the experts' packed matrices `[E, N, K]`."""
+
+    x: mx.array
+    experts: mx.array
+    w: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    format: dict
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Rows times the packed matrices of their experts. Keys: E, N, K, mode, bits, group_size, dtype; rows are pairs."""
+
+    name: str = "experts"
+    address: str = f"{__name__}:EXPERTS"
+    one_order: tuple[str, ...] = ("A",)
+    rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128)
+    by_rows: bool = True
+    factory: Callable = mx.fast.metal_kernel
+
+    def variants(self, key: Key) -> tuple[str, ...]:
+        return self.one_order
+
+    def small(self, key: Key) -> Key:
+        return {**key, "E": min(key["E"], 5), "N": min(key["N"], 40)}
+
+    def nbytes(self, key: Key) -> int:
+        return key["E"] * QUANTIZED_MATMUL.nbytes(key)
+
+    def tolerance(self, key: Key) -> float:
+        return QUANTIZED_MATMUL.tolerance(key)
+
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Mixed:
+        E, N = key["E"], key["N"]
+        one = QUANTIZED_MATMUL.inputs({**key, "N": E * N}, rows, seed, exact)
+        w, scales, biases = (None if a is None else a.reshape(E, N, -1) for a in one[1:4])
+        experts = mx.random.randint(0, E, (rows,), key=mx.random.key(seed + 1))
+        return Mixed(one.x[:, None], experts, w, scales, biases, one.format)
+
+    def run(self, variant: str, inputs: Mixed) -> mx.array:
+        x, experts, w, scales, biases, format = inputs
+        if variant == STOCK:
+            return mx.gather_qmm(x, w, scales, biases, rhs_indices=experts, transpose=True, **format)
+        return gather_by_expert(x, w, scales, biases, experts, factory=self.factory, **format)
+
+    def reference(self, inputs: Mixed) -> mx.array:
+        x, experts, w, scales, biases, format = inputs
+        rows = mx.arange(len(experts))
+        x = x[:, 0].astype(mx.float32)
+        return reference.gather_quantized_matmul(x, w, scales, biases, rows, experts, **format)[:, None]
+
+
 QUANTIZED_MATMUL = QuantizedMatmul()
-OPERATORS: tuple[Operator, ...] = (QUANTIZED_MATMUL, GATED_DELTA, ATTENTION, DRAFT_HEAD, ACCEPT)
+EXPERTS = Experts()
+OPERATORS: tuple[Operator, ...] = (QUANTIZED_MATMUL, EXPERTS, GATED_DELTA, ATTENTION, DRAFT_HEAD, ACCEPT)
