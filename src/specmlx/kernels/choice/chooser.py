@@ -20,8 +20,8 @@ class Choice:
     by_rows: tuple[str, ...]  # for 1, 2, ... rows
 
     @classmethod
-    def same(cls, operator: Operator, variant: str) -> "Choice":
-        return cls(operator.name, (variant,) * operator.rows[-1])
+    def same(cls, operator: Operator, variant: str, times: int = 1) -> "Choice":
+        return cls(operator.name, (variant,) * (times * operator.rows[-1]))
 
     def variant(self, rows: int) -> str:
         return self.by_rows[rows - 1] if rows <= len(self.by_rows) else STOCK
@@ -104,7 +104,8 @@ class Chooser:
             variant = outcome.for_every_row_count(operator.one_order)
             if variant == STOCK:
                 warnings.warn(f"consistent does not hold for {name}: no kernel serves every row count", stacklevel=4)
-            return Choice.same(operator, variant)
+            # Lanes together have more rows than the race, and must not part from a lane alone.
+            return Choice.same(operator, variant, times=8)
         if not operator.by_rows:
             return Choice.same(operator, outcome.for_every_row_count((*operator.one_order, STOCK)))
         return Choice(operator.name, tuple(outcome.fastest(n) for n in range(1, operator.rows[-1] + 1)))
