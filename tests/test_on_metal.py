@@ -7,7 +7,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specmlx.kernels.attention import Stored
 from specmlx.kernels.attention import metal as attention
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice.child import check
@@ -105,8 +104,8 @@ def test_a_pass_and_a_fold_have_the_bits_of_single_steps(factory):
 
 def test_a_positions_attention_has_the_same_bits_alone_and_among_others(factory):
     operator = next(each for each in OPERATORS if each.name == "attention")
-    q, *stored = operator.inputs({"Hq": 6, "Hkv": 1, "D": 64, "dtype": "bfloat16"}, 17, seed=5, exact=True)
-    keys, values = map(Stored, stored)
+    key = {"Hq": 6, "Hkv": 1, "D": 64, "kv": "plain", "dtype": "bfloat16"}
+    q, keys, values = operator.inputs(key, 17, seed=5, exact=True)
     start = keys.data.shape[2] - 17
 
     def rows(first: int, count: int) -> mx.array:
