@@ -27,6 +27,7 @@ FORMATS = {
     "mxfp8": ("mxfp8", 32, 8),
     "fp8": ("fp8", None, 8),
 }
+COMMON = ["affine4g64", "affine8g64", "nvfp4", "mxfp8"]
 ROWS = [*range(1, 18), 24, 32]
 NS = [1, 8, 13, 40, 96, 1001, 1024]
 KS = [64, 128, 192, 320, 512, 2048, 5120]
@@ -74,12 +75,15 @@ def assert_rounded(y, x, dense):
 
 
 def sample():
-    """Every pair of format and M, with N and K going round; no large N with a large K, for time."""
+    """Every pair of format and M, with N and K going round; no large N with a large K, for time.
+
+    N = 1 makes arrays so small that Metal gives them another address space, and so other kernels: for a few formats.
+    """
     i = 0
     for f, name in enumerate(FORMATS):
         group = FORMATS[name][1] or 16
         for M in ROWS:
-            N = NS[i % len(NS)]
+            N = max(NS[i % len(NS)], 1 if f % 4 == 1 else 8)
             ks = [K for K in KS if K % group == 0 and K * N <= 1024 * 192]
             yield name, M, N, ks[(i // len(NS) + f) % len(ks)]
             i += 1
@@ -94,7 +98,7 @@ def test_the_sample_has_every_value_of_each_list():
 def test_every_row_count_on_odd_and_even_shapes_is_the_rounded_product(name):
     sim = Simulator()
     for _, M, N, K in (case for case in sample() if case[0] == name):
-        dtype = mx.float16 if M % 5 == 4 else mx.bfloat16
+        dtype = mx.float16 if M in (4, 9) and name in COMMON else mx.bfloat16
         packed, format = weights(name, (N, K), dtype)
         x = inputs(M, K, dtype)
         y = kernels.quantized_matmul(x, *packed, **format, kernel=sim.metal_kernel)
@@ -110,11 +114,14 @@ GROUPED = ["affine4g64", "affine4g128", "affine8g64", "affine8g128"]  # formats 
 def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(name, variant):
     sim = Simulator()
     K = whole(576, name)  # blocks for several simdgroups, and a tail
-    packed, format = weights(name, (9, K))
-    x = inputs(32, K)
+    packed, format = weights(name, (9, K), mx.float16)
+    # Products that nearly cancel, so that what the order of the sums rounds away shows in 16 bits.
+    dense, x = float64(reference.dense(*packed, **format)), float64(inputs(32, K))
+    x = mx.array(x - x @ np.linalg.pinv(dense) @ dense).astype(mx.float16)
     run = {"kernel": sim.metal_kernel, "variant": variant, **format}
     alone = [bits_of(kernels.quantized_matmul(x[m : m + 1], *packed, **run))[0] for m in range(32)]
-    for M in range(2, 33) if variant == "A" else (2, 3, 4, 5, 8, 17, 32):
+    some = (2, 3, 4, 5, 8, 17, 32) if name in COMMON else (5, 32)  # each of 2 to 5 rows is a kernel of form V
+    for M in range(2, 33) if variant == "A" else some:
         rows = (np.arange(M) + 5 * M) % 32
         y = bits_of(kernels.quantized_matmul(x[mx.array(rows)], *packed, **run))
         assert np.array_equal(y, np.stack([alone[m] for m in rows])), f"{M} rows"
@@ -123,7 +130,7 @@ def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(name,
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_vector_form_is_the_rounded_product(name):
     sim = Simulator()
-    for M, N, K in [(1, 13, 5120), (2, 96, 320), (3, 1001, 64), (4, 40, 2048), (5, 1, 192), (7, 8, 512)]:
+    for M, N, K in [(1, 13, 5120), (5, 96, 320), (10, 1001, 64), (20, 40, 2048), (1, 8, 192), (15, 8, 512)]:
         K = whole(K, name)
         packed, format = weights(name, (N, K))
         x = inputs(M, K)
@@ -235,8 +242,9 @@ def test_scales_outside_the_matrix_operations_give_the_rounded_product(name):
         assert sim.last.buffers["w"].reads == (1 if M <= 16 else 2)
 
 
-@pytest.mark.parametrize("name", ["affine4g64", "affine8g32", "nvfp4", "fp8"])
-@pytest.mark.parametrize("variant", ["A", "AX"])
+@pytest.mark.parametrize(
+    "name, variant", [("affine4g64", "A"), ("affine4g64", "AX"), ("affine8g32", "A"), ("nvfp4", "A"), ("fp8", "A")]
+)
 def test_gate_and_up_in_one_pass_have_the_bits_of_two_passes(name, variant):
     sim = Simulator()
     for M, N, K in [(3, 40, 576), (16, 13, 192), (20, 96, 320)]:
@@ -261,7 +269,7 @@ def test_a_residual_is_added_to_the_rounded_product():
         assert np.array_equal(bits_of(y), bits_of(kernels.quantized_matmul(x, *packed, **run) + residual))
 
 
-@pytest.mark.parametrize("name", ["affine4g64", "affine8g64", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("name", COMMON)
 def test_no_form_is_further_from_float64_than_mlxs_own_kernels(name):
     sim = Simulator()
     mode, group_size, bits = FORMATS[name]
