@@ -84,6 +84,10 @@ def test_fp8_blocks_have_their_own_scales(N):
         for j in range(384):
             want[i, j] = values[i, j] * scale[i // 128, j // 128]
     np.testing.assert_array_equal(weight_of(layer, 384), want)
+    rows = mx.random.normal((1, 23, 384), key=mx.random.key(1))
+    whole = layer(rows)
+    layer.most = 5 * 2 * 384
+    assert mx.array_equal(layer(rows), whole).item(), "five rows at a time"
     x = mx.random.normal((2, 3, 384), key=mx.random.key(0))
     np.testing.assert_allclose(np.array(layer(x)), np.array(x) @ want.T, rtol=0, atol=2e-4)
 

@@ -70,14 +70,23 @@ class BlockScaledLinear(nn.Module):
         super().__init__()
         # The last block may have rows that are none.
         self.rows = rows
+        # Values that the scaled inputs may have at a time: 256 MiB.
+        self.most = 1 << 26
         self.weight = mx.zeros((0, 0, 0), dtype=mx.uint32)
         self.scales = mx.zeros((0, 0, 0), dtype=mx.uint8)
         self.block_scales = mx.ones((0, 0))
 
     def __call__(self, x: mx.array) -> mx.array:
         flat = x.reshape(-1, x.shape[-1])
+        # A row is as many rows as there are row blocks: long prompts in parts, so that they fit.
+        at_once = max(1, self.most // (self.weight.shape[0] * x.shape[-1]))
+        parts = [self._rows(flat[i : i + at_once]) for i in range(0, flat.shape[0], at_once)]
+        y = (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(*x.shape[:-1], -1)
+        return _biased(self, y)
+
+    def _rows(self, x: mx.array) -> mx.array:
         y = mx.quantized_matmul(
-            _blocks_scaled(flat, self.block_scales),
+            _blocks_scaled(x, self.block_scales),
             self.weight,
             scales=self.scales,
             transpose=True,
@@ -85,8 +94,7 @@ class BlockScaledLinear(nn.Module):
             bits=self.bits,
             mode=self.mode,
         )
-        y = y.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)
-        return _biased(self, y[..., : self.rows].astype(x.dtype))
+        return y.transpose(1, 0, 2).flatten(1)[:, : self.rows].astype(x.dtype)
 
 
 class BlockScaledSwitchLinear(BlockScaledLinear):
