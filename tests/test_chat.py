@@ -141,13 +141,14 @@ def test_chat_answers_forgets_and_quits(directory):
 
 
 def test_show_draft_colours_drafted_tokens_on_demand(directory):
-    common = ("chat", "--model", directory, "-m", 30, *OFTEN)
+    flags = ("--model", directory, "-m", 30, "--num-draft-tokens", 4, *OFTEN)
+    common = ("chat", *flags)
     plain = run(*common, stdin="Hello\n").stdout
     piped = run(*common, "--show-draft", stdin="Hello\n").stdout
     coloured = run(*common, "--show-draft", "--color", stdin="Hello\n").stdout
     assert piped == plain
     assert coloured.replace("\x1b[32m", "").replace("\x1b[0m", "") == plain
-    alone = run("generate", "--model", directory, "-p", "Hello", "-m", 30, *OFTEN, "--json")
+    alone = run("generate", *flags, "-p", "Hello", "--json")
     assert coloured.count("\x1b[32m") == json.loads(alone.stdout)["accepted"] > 5
 
 
