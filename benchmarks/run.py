@@ -20,6 +20,7 @@ import click
 import mlx.core as mx
 from worker import PROGRAMS
 
+from specmlx import __version__
 from specmlx.demo.export import write_demo
 from specmlx.demo.tasks import held_out_examples
 from specmlx.loading import load
@@ -145,7 +146,7 @@ def main(pair: Path | None, prompts: int, runs: int, max_tokens: int, only: tupl
     about = (
         f"{machine.chip}, {machine.system}, {machine.backend}; Python {platform.python_version()}, mlx {mx.__version__}"
     )
-    about += f", mlx-lm {version('mlx-lm')}, specmlx {version('specmlx')}"
+    about += f", mlx-lm {version('mlx-lm')}, specmlx {__version__}"
     if as_json:
         click.echo(json.dumps({"machine": about, "prompts": len(ids), "runs": runs, "rows": rows}))
         return

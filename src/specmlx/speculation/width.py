@@ -17,8 +17,9 @@ FULL = "full"
 HYSTERESIS = 1.04
 # Below this times plain decoding's speed, a width is left for it.
 WORTHWHILE = 1.02
-# What trying other widths may cost, as a share of all the work, and how many plain rounds' work is lent for a start.
-CALIBRATION, LENT = 0.02, 50
+# What trying other widths may cost, as a share of all the work. That share of so many plain rounds is lent for a start,
+# where nothing is known and where something is.
+CALIBRATION, LENT, LENT_AGAIN = 0.02, 50, 10
 # Rounds after which plain decoding is measured again while drafting gains less than `SURE` times.
 STALE, SURE = 48, 1.3
 # Rounds after which another width's cost is no longer sure.
@@ -148,6 +149,7 @@ class AutoWidth:
         self.current: int | None = None
         self._work = 0.0
         self._spent = 0.0
+        self._lent = LENT_AGAIN if self.costs.known(0) else LENT
         self._wait, self._waited = FIRST_WAIT, 0
         self._since_plain = 0
         # Widths that are tried in the next rounds, and those under way.
@@ -251,7 +253,7 @@ class AutoWidth:
 
     def _affords(self, seconds: float, tokens: float) -> bool:
         loss = max(0.0, seconds - tokens * self.costs.seconds(0)[0])
-        return self._spent + loss <= CALIBRATION * (self._work + LENT * self.costs.seconds(0)[0])
+        return self._spent + loss <= CALIBRATION * (self._work + self._lent * self.costs.seconds(0)[0])
 
 
 def _decayed(memory: tuple[float, float], decay: float, survived: bool) -> tuple[float, float]:
