@@ -7,17 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from demo_kit import write_model
+from demo_kit import DSPARK, write, write_model
 from mlx.utils import tree_flatten
 
 from specmlx.cli import main
+from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.generation import stream_generate
 from specmlx.loading import load, load_drafter
@@ -25,9 +28,10 @@ from specmlx.receipts.evaluation import Acceptance
 from specmlx.targets.config import HybridConfig
 from specmlx.training.answers import Answers, Dialogue, distinct_3grams
 from specmlx.training.batches import Batches
-from specmlx.training.dataset import read_rows
+from specmlx.training.dataset import Row, read_rows
 from specmlx.training.geometry import KINDS, drafter_config
 from specmlx.training.loop import Schedule, train
+from specmlx.training.run import Run, Settings, check_target
 
 FORMS = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -70,6 +74,80 @@ def test_rows_are_read_in_all_forms_up_to_the_turn_that_the_target_is_to_answer(
     assert [row.category for row in rows] == ["", "letters", "", "", ""]
 
 
+def test_a_line_is_what_a_newline_ends(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "\ufeff" + "\r\n".join(f'{{"prompt": "a\u2028b\x85{i}"}}' for i in range(3)) + "\n\n", encoding="utf-8"
+    )
+    assert [row.messages[0]["content"] for row in read_rows(path)] == [f"a\u2028b\x85{i}" for i in range(3)]
+
+
+def test_a_chat_template_that_is_missing_or_fails_is_one_clear_error():
+    row = Row(({"role": "user", "content": "x"},))
+
+    class Refusing:
+        has_chat_template = True
+
+        def apply_chat_template(self, *_, **__):
+            raise TypeError("roles must alternate")
+
+    with pytest.raises(ValueError, match="no chat template: give rows of text"):
+        row.ids(SimpleNamespace(has_chat_template=False))
+    with pytest.raises(ValueError, match="fails on .*roles must alternate"):
+        row.ids(Refusing())
+
+
+def test_a_run_goes_on_with_its_own_settings_rows_and_target_only(target, data, tmp_path):
+    model, tokenizer = load(str(target), draft_model=None)
+    rows = read_rows(data)
+    settings = Settings(drafter_config(model.config, "dflash", 3), steps=30)
+    Run(model, tokenizer, rows, settings, tmp_path)
+    assert Run(model, tokenizer, rows[::-1], settings, tmp_path, resume=True).settings.steps == 30
+    for changed, says in (
+        (dict(steps=31), "steps is 31, but the training in .* has 30"),
+        (dict(config=settings.config | {"block_size": 4}), "block_size is 4"),
+        (dict(seed=1), "seed is 1"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            Run(model, tokenizer, rows, replace(settings, **changed), tmp_path, resume=True)
+    with pytest.raises(ValueError, match="rows of --data are not those"):
+        Run(model, tokenizer, rows[1:], settings, tmp_path, resume=True)
+    other, _ = load(str(target), draft_model=None, dtype="float16")
+    with pytest.raises(ValueError, match="model is not the one"):
+        Run(other, tokenizer, rows, settings, tmp_path, resume=True)
+    with pytest.raises(ValueError, match="runs by mlx-lm's own code"):
+        check_target(SimpleNamespace(config=SimpleNamespace(model_type="llama")))
+
+
+def test_a_calibration_that_was_cut_short_begins_again_and_answers_are_counted_once(target, data, tmp_path):
+    model, tokenizer = load(str(target), draft_model=None)
+    settings = Settings(drafter_config(model.config, "dflash", 3), steps=None, minutes=1)
+    left = [tmp_path / "training" / name for name in ("checkpoint.safetensors", "answers.jsonl")]
+    left[0].parent.mkdir()
+    for file in left:
+        file.with_name(f".{file.name}.1.partial").touch()
+    run = Run(model, tokenizer, read_rows(data), settings, tmp_path)
+    for file in left:
+        file.write_bytes(b"of a step that nobody timed")
+    run = Run(model, tokenizer, read_rows(data), settings, tmp_path, resume=True)
+    assert not any(file.exists() for file in left)
+    # 20 steps in 10 s, and 10 s for 20 answers: .5 s a step, .5 s a row, each row once.
+    run.answers.seconds, run.answers.made = 10.0, 20
+    assert run._fitting(20.0) == round((60 - len(run.learned) / 2) / 0.5)
+
+
+def test_a_drafter_that_can_not_be_trained_is_no_beginning(target, data, tmp_path):
+    model, tokenizer = load(str(target), draft_model=None)
+    quantized = build(DrafterConfig.from_dict(DSPARK), model).model
+    nn.quantize(quantized, group_size=32, bits=4, class_predicate=lambda name, _: name == "fc")
+    config = DSPARK | {"quantization": {"group_size": 32, "bits": 4}}
+    write(tmp_path / "quantized", config, quantized)
+    settings = Settings(config, init=str(tmp_path / "quantized"))
+    with pytest.raises(ValueError, match="is quantized: begin with"):
+        Run(model, tokenizer, read_rows(data), settings, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_question_is_held_out_whatever_stands_around_it(tmp_path):
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
     lines = [json.dumps({"prompt": f"question {i}"}) for i in range(2000)]
@@ -85,6 +163,7 @@ def test_a_question_is_held_out_whatever_stands_around_it(tmp_path):
     [
         ("{", "line 2: no JSON"),
         ("3", "line 2: a int"),
+        ('\n{"prompt": "y"}', "line 2 is empty"),
         ('{"question": "x"}', "line 2: has question"),
         ('{"prompt": ""}', "line 2: prompt must be"),
         ('{"messages": []}', "line 2: messages ask nothing"),
@@ -110,6 +189,8 @@ def test_a_bad_line_is_named_by_its_number(line, says, target, tmp_path):
         (["--resume"], "no training to go on with"),
         (["--minutes", "1"], "can't go together"),
         (["--init", "demo/dflash", "--kind", "dspark"], "is a dflash drafter"),
+        (["--init", "demo/dflash", "--block-size", "4"], "--block-size and --init"),
+        (["--max-length", "999999999"], "max_length is 999999999"),
     ],
 )
 def test_bad_options_end_in_one_line_and_write_nothing(options, says, target, data, tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from specmlx.cli import options
-from specmlx.cli.terminal import note, show_status
+from specmlx.cli.terminal import note, show_status, status
 
 KINDS = ("dflash", "dflash2", "dspark")
 
@@ -35,18 +35,20 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
     "--minutes", type=click.FloatRange(min=0, min_open=True), help="As many steps as fit, instead of --steps."
 )
 @click.option("--resume", is_flag=True, help="Go on with the training in --out.")
-@click.option("--block-size", type=int, default=8, show_default=True, help="Rows that the drafter runs.")
+@click.option("--block-size", type=int, help="Rows that the drafter runs.  [default: 8]")
 @click.option("--layers", type=int, help="Of the drafter; default: 5 for targets of 24 and more, else 2.")
 @click.option("--taps", callback=_ids, metavar="I,J,…", help="Target layers whose outputs it sees; default: spread.")
 @click.option("--window", type=int, metavar="N", help="Rows that it looks back; default: all.")
 @click.option("--mask-token-id", type=int, help="A token that no text uses; default: found in the tokenizer.")
-@click.option("--learning-rate", type=float, default=1e-3, show_default=True)
+@click.option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, show_default=True)
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences in a batch.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Batches in a step.")
 @click.option("--anchors", type=click.IntRange(min=1), default=24, show_default=True, help="Blocks of a sequence.")
 @click.option("--max-length", type=click.IntRange(min=8), default=1024, show_default=True, help="Of a sequence.")
 @options.max_tokens_option(256)
-@click.option("--temp", type=float, default=0.0, show_default=True, help="Of the target's answers; 0 is greedy.")
+@click.option(
+    "--temp", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of the target's answers; 0 is greedy."
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, metavar="STEPS")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curves to a .png or .svg.")
@@ -80,61 +82,67 @@ def train(
     model, tokenizer = target.load("none")
     from specmlx.training.run import Run
 
-    settings = _settings(model, tokenizer, data, kind, init, steps, minutes, flags)
+    settings = _settings(model, tokenizer, kind, init, steps, minutes, flags)
     run = Run(model, tokenizer, rows, settings, out, resume)
     note(
         f"{settings.kind} drafter, {run.parameters / 1e6:.2f} M parameters; {len(run.learned)} rows to learn from, "
         f"{len(run.kept)} held out; checkpoints in {run.folder}"
     )
-    _learn(run, out)
+    _learn(run)
     from specmlx.training.card import finish
 
-    with options.loading(str(out)):
+    with status("decoding held-out prompts"):
         report = finish(run, sys.argv[1:], data)
     if plot:
         from specmlx.training.curves import draw
 
         draw(run.folder, plot)
+    if left_out := run.answers.left_out:
+        note(f"not learned: {', '.join(f'{count} rows ({why})' for why, count in sorted(left_out.items()))}")
     note(report)
 
 
-def _settings(model: Any, tokenizer: Any, data: str, kind: str | None, init: str | None, steps, minutes, flags: dict):
+def _settings(model: Any, tokenizer: Any, kind: str | None, init: str | None, steps, minutes, flags: dict):
     from specmlx.drafters.config import DrafterConfig
     from specmlx.formats.checkpoint import read_config
     from specmlx.loading import resolve
     from specmlx.training.geometry import drafter_config, mask_token
-    from specmlx.training.run import Settings
+    from specmlx.training.run import Settings, check_target
 
+    check_target(model)
     shape = {name: flags.pop(name) for name in ("block_size", "layers", "taps", "window")}
     mask = flags.pop("mask_token_id")
     if init:
+        given = [name for name, value in {**shape, "mask_token_id": mask}.items() if value is not None]
+        if given:
+            raise click.UsageError(f"--{given[0].replace('_', '-')} and --init can't go together: --init's stays.")
         path = resolve(init)
         config = read_config(path)
-        if kind and DrafterConfig.from_dict(config).kind != kind:
-            raise click.UsageError(
-                f"--init {init} is a {DrafterConfig.from_dict(config).kind} drafter, not a {kind} one."
-            )
+        own = DrafterConfig.from_dict(config).kind
+        if kind and own != kind:
+            raise click.UsageError(f"--init {init} is a {own} drafter, not a {kind} one.")
         init = str(path)
     else:
         mask = mask_token(tokenizer, model.vocab_size) if mask is None else mask
         config = drafter_config(model.config, kind or "dspark", mask, **shape)
     count = None if minutes else steps or 1000
     warmup = 50 if minutes else min(50, max(1, count // 5))
-    return Settings(config=config, steps=count, minutes=minutes, init=init, warmup=warmup, data={"path": data}, **flags)
+    return Settings(config=config, steps=count, minutes=minutes, init=init, warmup=warmup, **flags)
 
 
-def _learn(run: Any, out: Path) -> None:
+def _learn(run: Any) -> None:
     with _terminable():
         try:
             for record in run.steps():
-                if record["step"] % 100 == 0 or record["step"] == record["of"]:
-                    record["held_out_tau"] = run.held_out_tau()
+                if "held_out_tau" in record:
                     note(_line(record))
                 show_status(_line(record))
         except KeyboardInterrupt:
             show_status("")
             note(f"Stopped. Go on with the same command and --resume (checkpoints are in {run.folder}).")
             raise
+        except FloatingPointError as error:
+            raise ValueError(f"{error}; a lower --learning-rate may help") from None
     show_status("")
 
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from specmlx.training.dataset import Row
 
 # An answer of this many tokens or more that repeats itself teaches a drafter nothing but loops.
 LOOP_LENGTH, DISTINCT = 24, 0.5
+LONG, LOOPS, SHORT = "too long", "goes round in circles", "too short"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Answers:
     """The target's answers to rows, each made once, and read back from `path` by a run that goes on.
 
     An answer depends on its row and the settings alone: greedy, or with a seed that comes from `seed` and the row.
+    max_tokens: -1 is as many as `max_length` leaves room for. seconds, made: what the new answers took, and how many.
     """
 
     def __init__(
@@ -59,31 +63,40 @@ class Answers:
         self.max_tokens, self.max_length = max_tokens, max_length
         self.sampler = make_sampler(temp) if temp else None
         self.seed, self.max_lanes = seed, max_lanes
-        self.seconds = 0.0
-        self._known: dict[str, Dialogue | None] = dict(_read(path))
+        self.seconds, self.made = 0.0, 0
+        self._known: dict[str, Dialogue | str] = dict(_read(path))
+
+    @property
+    def left_out(self) -> Counter[str]:
+        """How many rows can't be learned from, by the reason."""
+        return Counter(found for found in self._known.values() if isinstance(found, str))
 
     def of(self, rows: Sequence[Row]) -> list[Dialogue]:
         """The sequences of rows, without those that loop or leave no room for an answer; new ones are made together."""
         new = [row for row in rows if row.key not in self._known]
         if new:
+            clock = time.perf_counter()
             made = self._make(new)
+            self.seconds += time.perf_counter() - clock
+            self.made += len(new)
             with self.path.open("a") as file:
                 for row, sequence in zip(new, made, strict=True):
-                    kept = {} if sequence is None else {"ids": sequence.ids, "start": sequence.start}
+                    kept = {"left_out": sequence} if isinstance(sequence, str) else asdict(sequence)
                     file.write(json.dumps({"key": row.key, **kept}) + "\n")
                     self._known[row.key] = sequence
                 file.flush()
                 os.fsync(file.fileno())
         found = (self._known[row.key] for row in rows)
-        return [sequence for sequence in found if sequence is not None]
+        return [sequence for sequence in found if isinstance(sequence, Dialogue)]
 
-    def _make(self, rows: Sequence[Row]) -> list[Dialogue | None]:
+    def _make(self, rows: Sequence[Row]) -> list[Dialogue | str]:
         scheduler = self.jobs.scheduler(max_lanes=self.max_lanes)
         prompts = [row.ids(self.jobs.tokenizer) for row in rows]
         answers: list[list[int]] = [[] for _ in rows]
         failures: list[Exception] = []
         for row, prompt, answer in zip(rows, prompts, answers, strict=True):
-            room = min(self.max_tokens, self.max_length + 1 - len(prompt))
+            room = self.max_length + 1 - len(prompt)
+            room = room if self.max_tokens < 0 else min(self.max_tokens, room)
             if row.text is not None or room < 1:
                 continue
             scheduler.add(
@@ -104,12 +117,14 @@ class Answers:
             raise failures[0]
         return [self._sequence(*made) for made in zip(rows, prompts, answers, strict=True)]
 
-    def _sequence(self, row: Row, prompt: list[int], answer: list[int]) -> Dialogue | None:
+    def _sequence(self, row: Row, prompt: list[int], answer: list[int]) -> Dialogue | str:
         if row.text is not None:
             ids = prompt[: self.max_length + 1]
-            return Dialogue(ids, 0) if len(ids) > 2 else None
+            return Dialogue(ids, 0) if len(ids) > 2 else SHORT
+        if not answer:
+            return LONG
         looping = len(answer) >= LOOP_LENGTH and distinct_3grams(answer) < DISTINCT
-        return None if looping or not answer else Dialogue(prompt + answer, len(prompt))
+        return LOOPS if looping else Dialogue(prompt + answer, len(prompt))
 
 
 def _read(path: Path):
@@ -126,5 +141,5 @@ def _read(path: Path):
             if not line.endswith(b"\n"):
                 break
             whole += len(line)
-            yield fields["key"], Dialogue(fields["ids"], fields["start"]) if "ids" in fields else None
+            yield fields["key"], Dialogue(fields["ids"], fields["start"]) if "ids" in fields else fields["left_out"]
     os.truncate(path, whole)

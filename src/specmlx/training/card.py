@@ -25,6 +25,8 @@ def finish(run: Run, arguments: Sequence[str], data: str) -> str:
     ):
         total += found
     run.save({"README.md": _card(run, total, arguments, data)})
+    if not total.prompts:
+        return f"{run.out}: no held-out prompt to decode, so not measured"
     same = (
         "all texts identical" if total.identical == total.prompts else f"{total.identical} of {total.prompts} identical"
     )
@@ -33,7 +35,6 @@ def finish(run: Run, arguments: Sequence[str], data: str) -> str:
 
 def _card(run: Run, total: Acceptance, arguments: Sequence[str], data: str) -> str:
     s = run.settings
-    slots = ", ".join(f"{share:.2f}" for share in total.slots())
     sampling = f"temperature {s.temp}, seed {s.seed}" if s.temp else "greedy"
     versions = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
     begun = f", begun with {s.init}" if s.init else ""
@@ -50,10 +51,17 @@ Guesses tokens for the target that it was trained on, which checks every one of 
 - Data: {data}, {len(run.learned)} rows learned, {len(run.kept)} held out; answers are the target's own ({sampling}).
 - Training: {s.steps} steps of {s.batch_size * s.accumulate} sequences, {s.anchors} blocks of each, peak rate
   {s.learning_rate}{begun}.
-- Measured by decoding {total.prompts} held-out prompts ({sampling}, full width):
-  **τ {total.acceptance_length:.2f}** tokens a target pass; slots kept where those before them were: {slots};
-  {total.identical} of {total.prompts} texts identical to plain decoding's.
+- {_measured(total, sampling)}
 - Made with specmlx {__version__}, {versions}, {machine}:
 
       specmlx {shlex.join(arguments)}
 """
+
+
+def _measured(total: Acceptance, sampling: str) -> str:
+    if not total.prompts:
+        return "Not measured: no prompt was held out."
+    slots = ", ".join(f"{share:.2f}" for share in total.slots())
+    return f"""Measured by decoding {total.prompts} held-out prompts ({sampling}, full width):
+  **τ {total.acceptance_length:.2f}** tokens a target pass; slots kept where those before them were: {slots};
+  {total.identical} of {total.prompts} texts identical to plain decoding's."""

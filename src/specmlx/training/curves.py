@@ -19,6 +19,9 @@ def draw(folder: Path, path: Path) -> None:
     loss.plot(steps, [record["loss"] for record in records], color="tab:blue", label="loss")
     tau = loss.twinx()
     tau.plot(steps, [record["tau"] for record in records], color="tab:orange", label="τ on the batch")
+    measured = [record for record in records if "held_out_tau" in record]
+    held_out = [record["held_out_tau"] for record in measured]
+    tau.plot([record["step"] for record in measured], held_out, "o-", color="tab:green", label="τ on held-out rows")
     tau.set_ylabel("τ")
-    figure.legend(loc="outside upper center", ncols=2, frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(path)

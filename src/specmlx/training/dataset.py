@@ -35,33 +35,45 @@ class Row:
         return int(self.key, 16) < HELD_OUT * 2**64
 
     def ids(self, tokenizer: Any) -> list[int]:
-        """The tokens of the prompt as the chat template renders it, or of the text."""
+        """The tokens of the prompt as the chat template renders it, or of the text.
+
+        Raises ValueError where there is no chat template, or it refuses the messages.
+        """
         if self.text is not None:
             return tokenizer.encode(self.text)
+        if not tokenizer.has_chat_template:
+            raise ValueError("the model's tokenizer has no chat template: give rows of text")
         tools = list(self.tools) if self.tools else None
-        return tokenizer.apply_chat_template(list(self.messages), tools=tools, add_generation_prompt=True)
+        try:
+            return tokenizer.apply_chat_template(list(self.messages), tools=tools, add_generation_prompt=True)
+        # A template is a program that came with the model: it may raise anything.
+        except Exception as error:
+            asked = json.dumps(self.messages, ensure_ascii=False)[:80]
+            raise ValueError(f"the chat template fails on {asked}: {error}") from error
 
 
 def read_rows(path: str | Path) -> list[Row]:
     """All rows of a JSONL file, each question once. Raises ValueError, naming the line, for what can't be used."""
     rows: dict[str, Row] = {}
-    for row in _rows(Path(path)):
-        rows.setdefault(row.key, row)
+    for key, row in _rows(Path(path)):
+        rows.setdefault(key, row)
     if not rows:
         raise ValueError(f"{path} holds no rows: give lines of JSON with {_FORMS}")
     return list(rows.values())
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): JSON's strings may hold other separators of lines as they are.
+        lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"can't read {path}: {error}") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
-            continue
+            raise ValueError(f"{path}, line {number} is empty: give lines of JSON with {_FORMS}")
         try:
-            yield _row(json.loads(line))
+            row = _row(json.loads(line))
+            yield row.key, row
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: no JSON ({error.msg})") from None
         except ValueError as error:

@@ -14,23 +14,24 @@ def drafter_config(
     kind: str,
     mask_token_id: int,
     *,
-    block_size: int = 8,
+    block_size: int | None = None,
     layers: int | None = None,
     taps: tuple[int, ...] | None = None,
     window: int | None = None,
 ) -> dict[str, Any]:
     """A config.json for a drafter of `kind`, with nothing left to a reader's defaults.
 
-    layers: 5 for targets of 24 layers and more (as z-lab's), else 2. taps: layers whose outputs are tapped, by default
-    as many as `layers` and at least 3, spread evenly from the second on; never the last. window: rows that every layer
-    sees; None is all. Raises ValueError for a kind, block, layer count, window or taps that can't be.
+    block_size: by default 8. layers: 5 for targets of 24 layers and more (as z-lab's), else 2. taps: layers whose
+    outputs are tapped, by default as many as `layers` and at least 3, spread evenly from the second on; never the last.
+    window: rows that every layer sees; None is all. Raises ValueError for what can't be.
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
     depth = target.num_hidden_layers
-    layers = layers or (5 if depth >= 24 else 2)
+    block_size = 8 if block_size is None else block_size
+    layers = (5 if depth >= 24 else 2) if layers is None else layers
     taps = tuple(dict.fromkeys(default_taps(depth, max(layers, 3)))) if taps is None else taps
-    for name, value, least in (("block_size", block_size, 2), ("layers", layers, 1), ("window", window, 1)):
+    for name, value, least in (("block_size", block_size, 2), ("layers", layers, 1), ("window", window, 2)):
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}: it must be at least {least}")
     if bad := [tap for tap in taps if not 0 <= tap < depth - 1]:

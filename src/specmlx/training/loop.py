@@ -12,6 +12,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
+from specmlx.formats.atomic import write_atomically
 from specmlx.training.checkpoints import load_checkpoint, save_checkpoint
 
 Batch = tuple[mx.array, ...]
@@ -50,13 +51,14 @@ def train(
     clip: float = 1.0,
     accumulate: int = 1,
     checkpoint_every: int = 100,
+    measure: Callable[[int], dict[str, float]] = lambda step: {},
 ) -> Iterator[dict]:
     """Train `model` in place, from the checkpoint in `directory` where there is one, and yield a record every 10 steps.
 
     `loss(model, *batch(i))` gives the scalar to lower and figures to log; a step's gradient is the mean over the
-    batches i = step × accumulate and so on. A batch depends on its number only, so an interrupted run goes on as an
-    uninterrupted one would. Raises FloatingPointError at a loss or gradient that is not finite: the checkpoint is the
-    last good one.
+    batches i = step × accumulate and so on. `measure(step)` adds figures to a record. A batch depends on its number
+    only, so an interrupted run goes on as an uninterrupted one would. Raises FloatingPointError at a loss or gradient
+    that is not finite: the checkpoint is the last good one.
     """
     optimizer = optim.AdamW(schedule(0), betas=list(betas), weight_decay=weight_decay)
     optimizer.init(model.trainable_parameters())
@@ -83,19 +85,23 @@ def train(
             raise FloatingPointError(f"loss {value.item()}, gradient norm {norm.item()} at step {step + 1}: {kept}")
         optimizer.update(model, gradients)
         mx.eval(model.parameters(), optimizer.state)
-        if (step + 1) % checkpoint_every == 0 or step + 1 == schedule.steps:
-            save_checkpoint(checkpoint, step + 1, model, optimizer)
-            saved = step + 1
-        if (step + 1) % 10 == 0 or step + 1 == schedule.steps:
+        last, record = step + 1 == schedule.steps, None
+        # In the log before the checkpoint: records behind it are taken out by a run that goes on, and made again.
+        if (step + 1) % 10 == 0 or last:
             record = {
                 "step": step + 1,
                 "loss": round(value.item(), 5),
                 "norm": round(norm.item(), 4),
                 **{name: round(x.item(), 5) for name, x in figures.items()},
                 "tokens_per_second": round(seen / (time.perf_counter() - started), 1),
+                **measure(step + 1),
             }
             with log.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+        if (step + 1) % checkpoint_every == 0 or last:
+            save_checkpoint(checkpoint, step + 1, model, optimizer)
+            saved = step + 1
+        if record is not None:
             yield record
 
 
@@ -106,7 +112,7 @@ def _cut_log(log: Path, step: int) -> None:
     lines = log.read_text().splitlines()
     kept = [line for line in lines if _step(line) <= step]
     if len(kept) < len(lines):
-        log.write_text("".join(f"{line}\n" for line in kept))
+        write_atomically(log, ["".join(f"{line}\n" for line in kept).encode()])
 
 
 def _step(line: str) -> float:

@@ -4,13 +4,14 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.checkpoint import build, load_drafter
@@ -18,11 +19,12 @@ from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig
 from specmlx.drafters.pairing import check_pair
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.checkpoint import save_atomically
+from specmlx.targets.hybrid import Model
 from specmlx.training.answers import Answers
 from specmlx.training.batches import Batches, arrays, batched
 from specmlx.training.dataset import Row
 from specmlx.training.drafter import DraftLoss, draft_loss
-from specmlx.training.loop import Schedule, train
+from specmlx.training.loop import CHECKPOINT, Schedule, train
 
 FOLDER, SETTINGS, ANSWERS = "training", "run.json", "answers.jsonl"
 # Half cross-entropy with the target's distribution, half distance: what the demo's drafters learned best with.
@@ -33,13 +35,15 @@ LOSSES = {
 }
 # Steps after which the number that fits into the minutes is fixed; below the warm-up, so that the rate is the same.
 CALIBRATION = 20
+MEASURE_EVERY = 100
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the weights depend on, the data and the target apart; lengths in tokens, rates per step.
+    """All that the weights depend on; lengths in tokens, rates per step.
 
-    steps: None until `minutes` have been turned into steps. config: the drafter's config.json.
+    steps: None until `minutes` have been turned into steps. config: the drafter's config.json. data, target: what the
+    rows and the target's weights are known by, filled in by `Run`.
     """
 
     config: dict[str, Any]
@@ -58,7 +62,8 @@ class Settings:
     repeats: int = 2
     seed: int = 0
     checkpoint_every: int = 100
-    data: dict[str, Any] = field(default_factory=dict)
+    data: str = ""
+    target: str = ""
 
     @property
     def kind(self) -> str:
@@ -69,7 +74,7 @@ class Run:
     """A drafter that learns a target's own answers to rows, in `out`/training; the finished drafter goes to `out`.
 
     Raises ValueError, before anything is written, for a folder that holds another run (or a run, without `resume`), a
-    drafter that does not fit, rows without a prompt to learn from, and a disk too small for the checkpoint.
+    target or a drafter that can't be used, rows that can't be learned from, and a disk too small for the checkpoint.
     """
 
     def __init__(
@@ -77,16 +82,23 @@ class Run:
     ):
         self.out, self.folder = out, out / FOLDER
         self.model, self.tokenizer = model, tokenizer
-        self.settings = self._opened(settings, resume)
-        self.learned = [row for row in rows if not row.held_out]
-        self.kept = [row for row in rows if row.held_out] or list(rows[:1])
-        if not self.learned:
-            raise ValueError("all rows are held out: give more rows to learn from")
+        check_target(model)
+        data = blake2b("".join(sorted(row.key for row in rows)).encode(), digest_size=8).hexdigest()
+        self.settings = self._opened(replace(settings, data=data, target=model.fingerprint), resume)
+        # The same whatever the order of the rows, and as `held_out` has it where there are enough of them.
+        self.kept = [row for row in rows if row.held_out] or [min(rows, key=lambda row: row.key)]
+        apart = {row.key for row in self.kept}
+        self.learned = [row for row in rows if row.key not in apart]
+        self._check_rows()
         self.drafter = self._drafter()
         self._room()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write(self.settings)
         s = self.settings
+        if s.steps is None:
+            # How long the steps of a calibration took that was cut short is not known: it begins again.
+            for name in (CHECKPOINT, ANSWERS):
+                (self.folder / name).unlink(missing_ok=True)
         self.answers = Answers(
             model,
             tokenizer,
@@ -112,13 +124,15 @@ class Run:
         return sum(x.size for _, x in tree_flatten(self.drafter.model.parameters()))
 
     def steps(self) -> Iterator[dict]:
-        """Train, and yield a record every 10 steps: step, of, loss, tau, tokens_per_second, peak_memory (GB)."""
+        """Train, and yield a record every 10 steps: step, of, loss, tau, tokens_per_second, peak_memory (GB).
+
+        Every 100 steps, and at the last, with held_out_tau.
+        """
         s = self.settings
         if s.steps is None:
             clock = time.perf_counter()
             yield from self._train(CALIBRATION)
-            seconds = max(time.perf_counter() - clock, 1e-9)
-            self.settings = s = replace(s, steps=max(CALIBRATION, round(s.minutes * 60 / seconds * CALIBRATION)))
+            self.settings = s = replace(s, steps=self._fitting(time.perf_counter() - clock))
             self._write(s)
         yield from self._train(s.steps)
 
@@ -152,25 +166,63 @@ class Run:
             weight_decay=0.0,
             accumulate=s.accumulate,
             checkpoint_every=s.checkpoint_every,
+            measure=self._measure,
         )
         for record in records:
             yield record | {"of": s.steps or steps, "peak_memory": round(mx.get_peak_memory() / 1e9, 3)}
+
+    def _measure(self, step: int) -> dict[str, float]:
+        s = self.settings
+        due = s.steps is not None and (step % MEASURE_EVERY == 0 or step == s.steps)
+        return {"held_out_tau": round(self.held_out_tau(), 5)} if due else {}
+
+    def _fitting(self, seconds: float) -> int:
+        """How many steps fit into the minutes, when the first `CALIBRATION` took so many seconds, answers included."""
+        s, answers = self.settings, self.answers
+        row = answers.seconds / max(answers.made, 1)
+        step = max(seconds - answers.seconds, 1e-9) / CALIBRATION
+        # Each row is answered once, in the first epoch.
+        fresh = s.batch_size * s.accumulate / s.repeats
+        steps = s.minutes * 60 / (step + fresh * row)
+        if steps * fresh > len(self.learned):
+            steps = (s.minutes * 60 - len(self.learned) * row) / step
+        return max(CALIBRATION, round(steps))
+
+    def _check_rows(self) -> None:
+        if not self.learned:
+            raise ValueError("there is one row, and it is held out: give more rows to learn from")
+        if (most := self.model.config.max_position_embeddings) < (asked := self.settings.max_length):
+            raise ValueError(f"max_length is {asked}: the model has {most} positions")
+        # What is wrong with the chat template is wrong for every chat: told before anything is written.
+        if chats := [row for row in self.learned if row.text is None]:
+            chats[0].ids(self.tokenizer)
 
     def _opened(self, settings: Settings, resume: bool) -> Settings:
         path = self.folder / SETTINGS
         if not path.exists():
             if resume:
                 raise ValueError(f"{self.out} holds no training to go on with: leave --resume out")
-            if self.out.exists() and any(self.out.iterdir()):
+            if self.out.exists() and any(path.is_file() and _counts(path) for path in self.out.rglob("*")):
                 raise ValueError(f"{self.out} exists and is not empty: choose another --out")
             return settings
         if not resume:
             raise ValueError(f"{self.out} holds a training: --resume goes on with it, or choose another --out")
-        before = Settings(**json.loads(path.read_text()))
-        for name, value in asdict(settings).items():
-            if name not in ("steps", "config") and value != getattr(before, name):
-                was = getattr(before, name)
-                raise ValueError(f"{name} is {value!r}, but the training in {self.out} has {was!r}: it can't change")
+        try:
+            before = Settings(**json.loads(path.read_text()))
+        except (TypeError, ValueError):
+            raise ValueError(f"{path} is no training of this version of specmlx: choose another --out") from None
+        now, was = json.loads(json.dumps(asdict(settings))), asdict(before)
+        if settings.minutes == before.minutes is not None:
+            now["steps"] = was["steps"]
+        if now["data"] != was["data"]:
+            raise ValueError(f"the rows of --data are not those that the training in {self.out} learns")
+        if now["target"] != was["target"]:
+            raise ValueError(f"the model is not the one that the training in {self.out} began with")
+        for new, old in ((now["config"], was["config"]), (now, was)):
+            for name in sorted(new.keys() | old.keys()):
+                if (value := new.get(name)) != (other := old.get(name)):
+                    what = f"{name} is {value!r}, but the training in {self.out} has {other!r}"
+                    raise ValueError(f"{what}: it can't change")
         return before
 
     def _drafter(self) -> BlockDrafter:
@@ -178,7 +230,7 @@ class Run:
         if reasons := check_pair(s.config, self.model.config):
             raise ValueError(f"such a drafter can't serve this target: {'; '.join(map(str, reasons))}")
         if s.init:
-            return load_drafter(s.init, self.model, mx.float32)
+            return _begun_with(s.init, self.model)
         mx.random.seed(s.seed)
         drafter = build(DrafterConfig.from_dict(s.config), self.model)
         mx.eval(drafter.model.parameters())
@@ -193,6 +245,34 @@ class Run:
 
     def _write(self, settings: Settings) -> None:
         _replace(self.folder / SETTINGS, json.dumps(asdict(settings), indent=2) + "\n")
+
+
+def check_target(model: Any) -> None:
+    """Raise ValueError for a target that no drafter can be trained on."""
+    if not isinstance(model, Model):
+        raise ValueError(
+            f"{model.config.model_type} runs by mlx-lm's own code: specmlx trains drafters for qwen3_5, qwen3_5_moe "
+            "and qwen3_next models"
+        )
+
+
+def _begun_with(path: str, model: Model) -> BlockDrafter:
+    drafter = load_drafter(path, model, mx.float32)
+    if not isinstance(drafter, BlockDrafter):
+        raise ValueError(f"--init {path} is no DFlash, DFlash 2 or DSpark drafter: only those are trained")
+    if drafter.vocabulary is not None:
+        raise ValueError(f"--init {path} has a vocabulary of {len(drafter.vocabulary)}: only whole ones are trained")
+    parameters = drafter.model.parameters()
+    if not all(mx.issubdtype(x.dtype, mx.floating) for _, x in tree_flatten(parameters)):
+        raise ValueError(f"--init {path} is quantized: begin with the drafter's full-precision files")
+    # In the storage order that a checkpoint gives them back in, on which a product's bits may depend.
+    drafter.model.update(tree_map(mx.contiguous, parameters))
+    return drafter
+
+
+def _counts(path: Path) -> bool:
+    """Whether a file is more than what a writer left that was killed, or a file manager."""
+    return not path.name.endswith(".partial") and path.name != ".DS_Store"
 
 
 def _replace(path: Path, text: str) -> None:
