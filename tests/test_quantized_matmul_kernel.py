@@ -157,6 +157,8 @@ def test_each_expert_in_use_is_read_once_for_16_rows_and_no_other(name, pairs):
         assert_rounded(y[pair : pair + 1], x[rows[pair : pair + 1]], dense[expert])
     tiles = sum(-(-pairs.count(expert) // (16 if len(pairs) > 8 else 8)) for expert in set(pairs))
     assert sim.last.buffers["w"].threadgroup_bytes == tiles * packed[0].nbytes // E
+    eights = sum(-(-pairs.count(expert) // 8) for expert in set(pairs))
+    assert sim.last.matrix_ops * 512 == eights * 8 * N * K  # no second 8 rows where there are none
     if (scale := format.pop("tensor_scale", None)) is not None:
         format["tensor_scale"] = scale[pairs[-1]]
     last = (None if a is None else a[pairs[-1]] for a in packed)

@@ -12,18 +12,18 @@ if (before % (8 * TILES) != 0) {
 while (M < 8 * TILES && m0 + M < pairs && experts[m0 + M] == expert) {
   ++M;
 }
-const uint slot = lane_map(thread_index_in_simdgroup).slot;
-uint x_row[TILES];
-for (uint m = 0; m < TILES; ++m) {
-  x_row[m] = rows[m0 + min(8 * m + slot, M - 1)] * K;
-}
-float2 y[4 * TILES];
 const size_t first = size_t(expert) * N, groups = K / GROUP;
-const auto expert_w = w + first * (K / 16 * BITS / 2);
-const auto expert_scales = scales + first * groups, expert_biases = biases + first * groups;
-multiply_rows<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE, false, false>(
-    y, expert_w, expert_scales, expert_biases, expert_w, expert_scales, expert_biases, x, x_row, N, K, n0, shared,
-    simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
-merge<T, TILES, false, false>(
-    y, decoded_rest<MODE>(), tensor_scale + (tensor_scale_shape[0] == 1 ? 0 : first), tensor_scale_shape[0], tensor_scale, 1,
-    out + m0 * N, x, M, N, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
+const auto own_w = w + first * (K / 16 * BITS / 2);
+const auto own_scales = scales + first * groups, own_biases = biases + first * groups;
+const uint count = tensor_scale_shape[0];
+const auto own_tensor_scale = tensor_scale + (count == 1 ? 0 : first);
+// Most experts of a decoding pass have a row or two: no second tile of 8 for them.
+if (TILES == 1 || M <= 8) {
+  multiply_pairs<T, MODE, BITS, GROUP, 1, SHARED, WHOLE>(
+      own_w, own_scales, own_biases, own_tensor_scale, count, rows, x, out, m0, M, N, K, n0, shared,
+      simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
+} else {
+  multiply_pairs<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE>(
+      own_w, own_scales, own_biases, own_tensor_scale, count, rows, x, out, m0, M, N, K, n0, shared,
+      simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
+}

@@ -87,7 +87,7 @@ _FORMS = {
     "paired": ([], "paired_rows.metal", ["up_w", "up_scales", "up_biases", "up_tensor_scale", "x", "ordered_x"]),
     "B": (["grouped.metal"], "grouped_rows.metal", ["x", "ordered_x", "x_sums"]),
     "V": (["vector.metal"], "vector_rows.metal", ["x"]),
-    "gather": ([], "gather.metal", ["rows", "experts", "x"]),
+    "gather": (["experts.metal"], "gather.metal", ["rows", "experts", "x"]),
 }
 
 
