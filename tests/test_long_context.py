@@ -247,7 +247,7 @@ def test_int8_takes_at_27b_what_the_published_figure_says():
 def test_a_prompt_that_memory_is_too_small_for_is_refused_before_anything_runs(fp32):
     check_memory(fp32, 1 << 20)
     for kv_format, gigabytes in ((None, "1125.9"), (KVFormat(8, None), "316.7")):
-        with pytest.raises(ValueError, match=f"1099511627 tokens needs {gigabytes} GB") as raised:
+        with pytest.raises(ValueError, match=f"1099511627 more tokens need {gigabytes} GB") as raised:
             check_memory(fp32, (1 << 40) // 1000, kv_format)
         assert "\n" not in str(raised.value)
 

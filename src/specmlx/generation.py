@@ -166,6 +166,7 @@ def _responses(
         reuse = None
         if isinstance(prompt_cache, PromptCache):
             tokens_left(context_limit(model, max_kv_size), len(ids))
+            check_memory(model, len(ids), kv_format)
             reuse = stack.enter_context(reusing(prompt_cache, model, tokenizer, drafter, ids, kv_format))
             prompt_cache = reuse.conversation
             options |= reuse.options(options["progress"])
@@ -174,7 +175,7 @@ def _responses(
         limit = context_limit(model, max_kv_size, conversation.max_kv_size)
         total = len(conversation.tokens) + len(ids) - cached
         left = tokens_left(limit, total)
-        check_memory(model, total, kv_format)
+        check_memory(model, total - len(conversation.processed), kv_format)
         full = left is not None and (options["max_tokens"] < 0 or options["max_tokens"] > left)
         if full:
             options["max_tokens"] = left

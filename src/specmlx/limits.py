@@ -44,21 +44,23 @@ def tokens_left(limit: tuple[int, str] | None, tokens: int) -> int | None:
 
 
 def check_memory(model: Model | AnyLM, tokens: int, kv_format: KVFormat | None = None) -> None:
-    """Raises ValueError where the keys and values of so many tokens are more than the memory that is left.
+    """Raises ValueError where the keys and values of so many new tokens are more than the memory that is left.
 
     Told before anything runs: an allocation that fails would end the process on the CPU. mlx-lm's models allocate by
-    themselves, and are not looked at.
+    themselves, and are not looked at. A format that the heads can't have raises too.
     """
     if isinstance(model, AnyLM):
         return
     config = model.config
+    if kv_format is not None:
+        kv_format.check(config.head_dim)
     row = mx.zeros((1, config.num_key_value_heads, 1, config.head_dim), dtype=model.dtype)
     parts = [row] if kv_format is None else kv_format.quantized(row)
     needed = tokens * 2 * config.layer_types.count(FULL) * sum(part.nbytes for part in parts)
     left = usable_memory() - mx.get_active_memory()
     if needed > left:
         raise ValueError(
-            f"a conversation of {tokens} tokens needs {needed / 1e9:.1f} GB for keys and values, {left / 1e9:.1f} GB "
+            f"{tokens} more tokens need {needed / 1e9:.1f} GB for keys and values, {left / 1e9:.1f} GB "
             "are left: make it shorter, or keep them in fewer bits (kv_bits)"
         )
 
