@@ -71,6 +71,9 @@ def test_a_gguf_file_is_told_by_its_header():
     found = inspect_path(GOLDENS / "gguf" / "model.gguf")
     assert found.kind == "qwen35" and "Q5_1" in found.packaging and found.geometry["hidden_size"] == 64
     assert found.bytes == sum(group.bytes for group in found.groups.values()) and "head" in found.groups
+    experts = inspect_path(GOLDENS / "gguf" / "experts.gguf")
+    left = experts.groups["embedding"].bytes + experts.groups["experts"].bytes // 2
+    assert experts.bytes_per_pass == experts.bytes - left
 
 
 def test_questions_that_a_file_leaves_open_are_printed(tmp_path):

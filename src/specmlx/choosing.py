@@ -71,4 +71,5 @@ def _none(path: Path, known: KnownTarget | None) -> str:
     published = [drafter for drafter in known.drafters if drafter.kind != MTP] if known else []
     if published:
         return f"no drafter for {known.ids[0]} on this machine; to fetch one: hf download {published[0].id}"
-    return f"no drafter: {path} names none and has no folder draft/, and none in the local Hub cache fits"
+    why = f"{path} names none and has no folder draft/, and none in the local Hub cache fits"
+    return f"no drafter: {why}; draft_model='ngram' needs none"

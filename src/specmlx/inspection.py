@@ -205,9 +205,12 @@ def _per_pass(groups: dict[str, Group], config: dict[str, Any], what: str) -> in
 def _inspect_gguf(path: Path, files: list[GGUF]) -> Inspection:
     tensors = {name: info for file in files for name, info in file.tensors.items()}
     groups = _groups({name: info.end - info.start for name, info in tensors.items()})
+    geometry: dict[str, Any] = {}
     vocab = tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0
     tied = "output.weight" not in tensors
-    geometry, questions = _tried(lambda: _sizes(HybridConfig.from_dict(config_of(files[0], vocab, tied))))
+    config, questions = _tried(lambda: config_of(files[0], vocab, tied))
+    if not questions:
+        geometry, questions = _tried(lambda: _sizes(HybridConfig.from_dict(config)))
     kinds = sorted({info.kind for info in tensors.values()})
     return Inspection(
         path=str(path),
@@ -217,7 +220,7 @@ def _inspect_gguf(path: Path, files: list[GGUF]) -> Inspection:
         files=len(files),
         tensors=len(tensors),
         bytes=sum(group.bytes for group in groups.values()),
-        bytes_per_pass=_per_pass(groups, {}, TARGET),
+        bytes_per_pass=_per_pass(groups, config, TARGET),
         groups=groups,
         geometry=geometry,
         questions=questions,

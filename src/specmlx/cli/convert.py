@@ -1,11 +1,12 @@
 """`specmlx convert`: a target and its drafter as one directory."""
 
-import sys
 from pathlib import Path
 
 import click
 
-from specmlx.cli.terminal import answers, note
+from specmlx.cli.terminal import answers, note, show_status
+
+_BAR = 30
 
 
 @click.command(short_help="Write a target and its drafter to one directory.")
@@ -23,13 +24,16 @@ def convert(model: str, draft_model: str | None, out: Path, quantize: str | None
     from specmlx.conversion import convert as write
     from specmlx.loading import resolve
 
-    with answers() as stdout, click.progressbar(length=1, label="writing", file=sys.stderr) as bar:
+    def progress(done: int, total: int) -> None:
+        filled = _BAR * done // max(total, 1)
+        bar = "#" * filled + "." * (_BAR - filled)
+        show_status(f"writing [{bar}] {done / 1e9:.2f} of {total / 1e9:.2f} GB")
 
-        def progress(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(done - bar.pos)
-
-        path = write(model, out, draft_model, int(quantize) if quantize else None, int(group_size), progress)
+    with answers() as stdout:
+        try:
+            path = write(model, out, draft_model, int(quantize) if quantize else None, int(group_size), progress)
+        finally:
+            show_status("")
     if draft_model is None and has_mtp(resolve(model)):
         note("the target's MTP head is left out, since mlx_lm doesn't load it; --draft-model mtp keeps it in draft/")
     click.echo(path, file=stdout)
