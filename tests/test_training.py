@@ -9,7 +9,7 @@ from rig import TINY, tiny, tokens
 
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
-from specmlx.training.drafter import DraftLoss, draft_loss, sample_anchors
+from specmlx.training.drafter import DraftLoss, draft_loss, sample_anchors, slot_losses
 from specmlx.training.loop import Schedule, train
 from specmlx.training.target import next_token_loss
 
@@ -124,6 +124,51 @@ def test_the_packed_loss_is_that_of_one_block_after_the_other(kind):
     ids, weights, anchors = sample()
     packed, _ = draft_loss(drafter, target, terms)(drafter.model, ids, mx.array(weights), mx.array(anchors))
     assert packed.item() == pytest.approx(one_by_one(drafter, target, terms, ids, weights, anchors), rel=2e-5)
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+@pytest.mark.parametrize("terms", [DraftLoss(token=1.0), DraftLoss(1.0, 1.0, 1.0, 1.0, 1.0)], ids=["token", "all"])
+def test_the_loss_of_a_slot_changes_with_the_tokens_that_it_may_see_and_no_other(kind, terms):
+    target = tiny(3)
+    drafter = drafter_of(kind, target)
+    text, anchors = tokens(1, LENGTH + 1), [3, 5, 12, 13, 30]
+    # Row j has another token at j; the last row has none.
+    rows = mx.where(mx.eye(LENGTH + 2, LENGTH + 1, dtype=mx.bool_), (text + 7) % 89, text)
+    weights = mx.broadcast_to(mx.arange(LENGTH) >= 3, (len(rows), LENGTH)).astype(mx.float32)
+    values, counts, _ = slot_losses(drafter, target, terms)(
+        drafter.model, rows, weights, mx.broadcast_to(mx.array(anchors, dtype=mx.int32), (len(rows), len(anchors)))
+    )
+    assert mx.all(counts > 0).item()
+    changed = np.array(values[:-1] != values[-1:])
+    for n, a in enumerate(anchors):
+        for k in range(drafter.max_width):
+            seen = set(range(a + 1)) | {a + k + 1}
+            if terms.l1:
+                # What the target makes of the text up to the slot is what the slot learns.
+                seen |= set(range(a + k + 1))
+            elif kind == "dspark":
+                seen.add(a + k)
+            assert set(np.flatnonzero(changed[:, n, k])) == seen, (a, k)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_gradients_are_the_same_where_layers_run_again_for_them(kind):
+    target = tiny(3, bits=4)
+    drafter = drafter_of(kind, target)
+    ids, weights, anchors = sample()
+
+    def gradients(again: bool):
+        loss = draft_loss(drafter, target, DraftLoss(0.2, 0.3, 0.4, 0.5, 0.6), again)
+        (value, _), found = nn.value_and_grad(drafter.model, loss)(
+            drafter.model, ids, mx.array(weights), mx.array(anchors)
+        )
+        return value, dict(tree_flatten(found))
+
+    (kept, one), (again, other) = gradients(False), gradients(True)
+    assert kept.item() == again.item() and one.keys() == other.keys()
+    for name, x in one.items():
+        assert mx.allclose(x, other[name], rtol=1e-5, atol=1e-6 * mx.abs(x).max().item()).item(), name
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])

@@ -44,6 +44,7 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
 @click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences in a batch.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Batches in a step.")
 @click.option("--anchors", type=click.IntRange(min=1), default=24, show_default=True, help="Blocks of a sequence.")
+@click.option("--grad-checkpoint", is_flag=True, help="Less memory: gradients run each layer again.")
 @click.option("--max-length", type=click.IntRange(min=8), default=1024, show_default=True, help="Of a sequence.")
 @options.max_tokens_option(256)
 @click.option(

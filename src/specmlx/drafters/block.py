@@ -124,6 +124,7 @@ class BlockTrunk(nn.Module):
         context_features: mx.array,
         context_positions: mx.array,
         mask: mx.array,
+        grad_checkpoint: bool = False,
     ) -> mx.array:
         """Normed rows `[B, R, hidden]` of blocks that attend to a context of taps; pure, differentiable.
 
@@ -133,19 +134,26 @@ class BlockTrunk(nn.Module):
         context_features: `[B, S, F]`.
         mask: boolean `[B or 1, 1, R, S + R]`, True where a row may be seen: context keys first, then the
             block rows. What each layer's window and causality hide is taken out here.
+        grad_checkpoint: gradients run each layer again instead of keeping what it computed.
         """
         context = self.project(context_features)
         keys_positions = mx.concatenate([context_positions, block_positions], axis=1)
 
-        def join(layer: Layer) -> Join:
-            keys, values = layer.self_attn.keys_values(context, context_positions)
-            return lambda k, v: (mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2))
-
         masks = {window: self.visible(window, block_positions, keys_positions) for window in set(self.config.windows)}
         masks = {window: mask if seen is None else mask & seen for window, seen in masks.items()}
-        return self.run(
-            block_embeddings.astype(self.dtype),
-            block_positions,
-            [join(layer) for layer in self.layers],
-            [masks[window] for window in self.config.windows],
-        )
+
+        def step(layer: Layer, mask: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
+            def run(x: mx.array, context: mx.array) -> mx.array:
+                keys, values = layer.self_attn.keys_values(context, context_positions)
+
+                def join(k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+                    return mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2)
+
+                return layer(x, block_positions, join, mask)
+
+            return nn.utils.checkpoint(layer, run) if grad_checkpoint else run
+
+        x = block_embeddings.astype(self.dtype)
+        for layer, window in zip(self.layers, self.config.windows, strict=True):
+            x = step(layer, masks[window])(x, context)
+        return self.norm(x)

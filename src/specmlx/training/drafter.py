@@ -66,22 +66,37 @@ def sample_anchors(weights: np.ndarray, count: int, rng: np.random.Generator) ->
     return anchors
 
 
-def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss) -> LossFunction:
-    """The loss of `drafter.model` on tokens `[B, L + 1]`, weights `[B, L]` and anchors `[B, N]`; the target is frozen.
+def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss, grad_checkpoint: bool = False) -> LossFunction:
+    """The loss of `drafter.model`: the weighted mean of what `slot_losses` gives, and its figures."""
+    values = slot_losses(drafter, target, terms, grad_checkpoint)
 
-    The anchor at a opens a block at positions a..a + block - 1, which sees the taps of rows before a and itself. Slots
-    are supervised as far as the answer goes without a break. `tau` is 1 plus the mean count of leading slots that hit
-    the target's own argmax, on the data's text.
+    def loss(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
+        value, counts, figures = values(model, tokens, weights, anchors)
+        return weighted_mean(value, counts), figures
+
+    return loss
+
+
+def slot_losses(
+    drafter: BlockDrafter, target: Model, terms: DraftLoss, grad_checkpoint: bool = False
+) -> Callable[..., tuple[mx.array, mx.array, dict[str, mx.array]]]:
+    """Losses and weights `[B, N, S]` of the slots of `drafter.model`, and figures; the target is frozen.
+
+    They are a function of the model, tokens `[B, L + 1]`, weights `[B, L]` and anchors `[B, N]`. The anchor at a opens
+    a block at positions a..a + block - 1, which sees the taps of rows before a and itself. Slots are supervised as far
+    as the answer goes without a break. `tau` is 1 plus the mean count of leading slots that hit the target's own
+    argmax, on the data's text. grad_checkpoint: gradients run each layer again instead of keeping what it computed.
     """
     config = drafter.config
     slot_weights = mx.exp(-mx.arange(config.max_width) / terms.decay)
 
-    def loss(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
+    def values(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
         hidden, features = target.features(tokens[:, :-1], drafter.tap_ids)
         target_logits = mx.stop_gradient(target.lm_head(hidden).astype(mx.float32))
         features = mx.stop_gradient(features)
         slots = slots_of(tokens, weights, anchors, config.max_width)
-        h = _block_rows(drafter, model, tokens, features, mx.maximum(anchors, 0))[:, :, config.first_row :]
+        h = _block_rows(drafter, model, tokens, features, mx.maximum(anchors, 0), grad_checkpoint)
+        h = h[:, :, config.first_row :]
 
         logits, confidence = _slot_logits(drafter, model, h, slots.previous)
         log_p, log_q = log_rows(target_logits, slots.rows), normalised(logits)
@@ -94,12 +109,19 @@ def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss) -> LossFu
             loss_of_choice, guesses = _choice(model.candidate_selector, h, logits, slots.previous, best)
             value = value + terms.selector * loss_of_choice
         figures = {"tau": acceptance_length(guesses == best, slots)}
-        return weighted_mean(value, slots.supervised * slot_weights), figures
+        return value, slots.supervised * slot_weights, figures
 
-    return loss
+    return values
 
 
-def _block_rows(drafter: BlockDrafter, model: BlockTrunk, tokens: mx.array, features: mx.array, anchors: mx.array):
+def _block_rows(
+    drafter: BlockDrafter,
+    model: BlockTrunk,
+    tokens: mx.array,
+    features: mx.array,
+    anchors: mx.array,
+    grad_checkpoint: bool,
+) -> mx.array:
     """Normed rows `[B, N, block, D]` of the blocks at anchors `[B, N]`, all in one pass."""
     B, N = anchors.shape
     block, S = drafter.config.block_size, features.shape[1]
@@ -112,7 +134,8 @@ def _block_rows(drafter: BlockDrafter, model: BlockTrunk, tokens: mx.array, feat
     before = context_positions[:, None] < start[..., None]
     same = mx.broadcast_to(own[:, None] == own, (B, N * block, N * block))
     mask = mx.concatenate([before, same], axis=-1)[:, None]
-    return model.hidden(x, positions, features, context_positions, mask).reshape(B, N, block, -1)
+    h = model.hidden(x, positions, features, context_positions, mask, grad_checkpoint)
+    return h.reshape(B, N, block, -1)
 
 
 def _slot_logits(drafter: BlockDrafter, model: BlockTrunk, h: mx.array, previous: mx.array):

@@ -55,6 +55,7 @@ class Settings:
     batch_size: int = 8
     accumulate: int = 1
     anchors: int = 24
+    grad_checkpoint: bool = False
     max_length: int = 1024
     max_tokens: int = 256
     temp: float = 0.0
@@ -117,7 +118,7 @@ class Run:
             pool=s.pool,
             repeats=s.repeats,
         )
-        self.loss = draft_loss(self.drafter, model, LOSSES[s.kind])
+        self.loss = draft_loss(self.drafter, model, LOSSES[s.kind], s.grad_checkpoint)
 
     @property
     def parameters(self) -> int:
