@@ -254,6 +254,8 @@ def test_gate_and_up_in_one_pass_have_the_bits_of_two_passes(name, variant):
         x, scale = inputs(M, K) / 16, format.pop("tensor_scale", None)
         run = {"kernel": sim.metal_kernel, "variant": variant, **format}
         y = kernels.gated_quantized_matmul(x, (*gate, scale), (*up, 0.1), **run)
+        fused = sim.last.buffers
+        assert fused["w"].reads == fused["up_w"].reads == -(-M // 16) and fused["out"].stores_bytes == 2 * M * N
         g = kernels.quantized_matmul(x, *gate, tensor_scale=scale, **run)
         u = kernels.quantized_matmul(x, *up, tensor_scale=0.1, **run)
         sigmoid = mx.array((1 / (1 + np.exp(-float64(g)))).astype(np.float32)).astype(g.dtype)

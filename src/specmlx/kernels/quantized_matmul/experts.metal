@@ -3,8 +3,8 @@ template <
     typename T, int MODE, int BITS, int GROUP, int TILES, int SHARED, bool WHOLE, typename W, typename S, typename P, typename R,
     typename X>
 METAL_FUNC void multiply_pairs(
-    W w, S scales, S biases, P tensor_scale, uint scale_count, R rows, X x, device T* out, uint m0, uint M, uint N, uint K, uint n0,
-    threadgroup uint* shared, uint simdgroup, uint split, uint lane_index) {
+    W w, S scales, S biases, P tensor_scale, uint scale_count, R rows, X x, device T* out, uint m0, uint M, uint N, uint K,
+    uint n0, threadgroup uint* shared, uint simdgroup, uint split, uint lane_index) {
   uint x_row[TILES];
   float2 y[4 * TILES];
 #pragma clang loop unroll(full)

@@ -1,5 +1,6 @@
 threadgroup uint shared[SHARED];
-const uint N = w_shape[1], K = x_shape[1], pairs = experts_shape[0], m0 = threadgroup_position_in_grid.y, n0 = 32 * threadgroup_position_in_grid.z;
+const uint N = w_shape[1], K = x_shape[1], pairs = experts_shape[0];
+const uint m0 = threadgroup_position_in_grid.y, n0 = 32 * threadgroup_position_in_grid.z;
 // Pairs are sorted by expert: the threadgroup of every 8 TILES-th pair of an expert's run takes the pairs up to the next.
 const uint expert = experts[m0];
 uint before = 0, M = 1;

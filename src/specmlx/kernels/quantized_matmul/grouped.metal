@@ -2,7 +2,8 @@
 //
 // The 8 slots of a step lie within 64 columns, so within one group of 64 or 128: an octet of each slot, decoded to plain
 // integers, and two multiply-adds for 64 columns. The sums of x come with it (order_sums.metal); 8 of them and 8 biases
-// are one more step. y comes out in decode's unit. A weight costs a mask, most of a shift and its conversion; a load takes 4 bytes a lane (8 in 8 bits).
+// are one more step. y comes out in decode's unit. A weight costs a mask, most of a shift and its conversion; a load
+// takes 4 bytes a lane (8 in 8 bits).
 
 template <typename T, int BITS, int GROUP, int TILES, int SHARED, typename W, typename S>
 METAL_FUNC void multiply_groups(

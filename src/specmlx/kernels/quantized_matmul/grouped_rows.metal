@@ -10,5 +10,5 @@ multiply_groups<T, BITS, GROUP, TILES, SHARED>(
     y, w, scales, biases, ordered_x, x_sums, tile, N, K, n0, shared, simdgroup_index_in_threadgroup,
     simdgroups_per_threadgroup, thread_index_in_simdgroup);
 merge<T, TILES, false, false>(
-    y, decoded_unit<AFFINE>(), tensor_scale, 1, tensor_scale, 1, out + m0 * N, x, M, N, n0, shared, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup,
-    thread_index_in_simdgroup);
+    y, decoded_unit<AFFINE>(), tensor_scale, 1, tensor_scale, 1, out + m0 * N, x, M, N, n0, shared,
+    simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);

@@ -201,8 +201,8 @@ template <typename P> METAL_FUNC float scale_of_row(P scales, uint count, uint n
 // ADDED: plus `residual` [.., N]. PAIRED: silu(16 columns) times the 16 columns of up_w. Each operation rounds to T.
 template <typename T, int TILES, bool ADDED, bool PAIRED, typename P, typename Q, typename R>
 METAL_FUNC void merge(
-    thread const float2* y, float unit, P scales, uint scale_count, Q up_scales, uint up_count, device T* out, R residual, uint M, uint N, uint n0, threadgroup uint* shared,
-    uint simdgroup, uint split, uint lane_index) {
+    thread const float2* y, float unit, P scales, uint scale_count, Q up_scales, uint up_count, device T* out, R residual,
+    uint M, uint N, uint n0, threadgroup uint* shared, uint simdgroup, uint split, uint lane_index) {
   constexpr uint COLUMNS = PAIRED ? 16 : 32;
   threadgroup float* sums = reinterpret_cast<threadgroup float*>(shared);
   const Lane lane = lane_map(lane_index);

@@ -109,8 +109,8 @@ METAL_FUNC void multiply_vectors(
 // The sums of 8 lanes, then of the simdgroups in ascending order, times `unit` and the tensor's scale.
 template <typename T, int ROWS, typename P>
 METAL_FUNC void merge_vectors(
-    thread float* y, float unit, P scales, uint scale_count, device T* out, uint M, uint N, uint n0, threadgroup float* sums, uint simdgroup,
-    uint split, uint lane) {
+    thread float* y, float unit, P scales, uint scale_count, device T* out, uint M, uint N, uint n0,
+    threadgroup float* sums, uint simdgroup, uint split, uint lane) {
 #pragma clang loop unroll(full)
   for (int i = 0; i < RUNS * ROWS; ++i) {
     y[i] += simd_shuffle_xor(y[i], 1);
