@@ -61,7 +61,7 @@ for (int rt = 0; rt < RT; rt++) {
 
 // This simdgroup's tiles of keys and of rows; those that are left over have none.
 const int first_rt = simd / TILES * PART;
-const int first_kt = simd < TILES * PARTS && first_rt < RT ? simd % TILES : TILES;
+const int first_kt = first_rt < RT ? simd % TILES : TILES;
 // Blocks lie on multiples of KB, whichever of them the window lets in.
 const int block0 = oldest > begin ? begin + (oldest - begin) / KB * KB : begin;
 for (int block = block0; block < end; block += KB) {
