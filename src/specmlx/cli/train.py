@@ -13,6 +13,7 @@ from specmlx.cli import options
 from specmlx.cli.terminal import note, show_status, status
 
 KINDS = ("dflash", "dflash2", "dspark")
+PACKAGINGS = ("zlab", "deepspec", "speculators")
 
 
 def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -52,6 +53,13 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, metavar="STEPS")
+@click.option(
+    "--export",
+    "exports",
+    type=click.Choice(PACKAGINGS),
+    multiple=True,
+    help="Also write OUT/export-NAME in the form of another engine; may be repeated.",
+)
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curves to a .png or .svg.")
 def train(
     target: options.ModelFlags,
@@ -62,6 +70,7 @@ def train(
     steps: int | None,
     minutes: float | None,
     resume: bool,
+    exports: tuple[str, ...],
     plot: Path | None,
     **flags: Any,
 ) -> None:
@@ -84,7 +93,7 @@ def train(
     from specmlx.training.run import Run
 
     settings = _settings(model, tokenizer, kind, init, steps, minutes, flags)
-    run = Run(model, tokenizer, rows, settings, out, resume)
+    run = Run(model, tokenizer, rows, settings, out, resume, exports)
     note(
         f"{settings.kind} drafter, {run.parameters / 1e6:.2f} M parameters; {len(run.learned)} rows to learn from, "
         f"{len(run.kept)} held out; checkpoints in {run.folder}"
@@ -93,7 +102,7 @@ def train(
     from specmlx.training.card import finish
 
     with status("decoding held-out prompts"):
-        report = finish(run, sys.argv[1:], data)
+        report = finish(run, sys.argv[1:], data, target.model)
     if plot:
         from specmlx.training.curves import draw
 

@@ -13,7 +13,7 @@ from specmlx.training.run import Run
 MOST = 40
 
 
-def finish(run: Run, arguments: Sequence[str], data: str) -> str:
+def finish(run: Run, arguments: Sequence[str], data: str, verifier: str) -> str:
     """Measure the drafter, and write it with its card to the run's `out`; one line that sums it up."""
     s = run.settings
     rows = [row for row in run.kept if row.text is None][:MOST]
@@ -24,7 +24,7 @@ def finish(run: Run, arguments: Sequence[str], data: str) -> str:
         run.model, run.tokenizer, run.drafter, prompts, [""] * len(prompts), max_tokens=s.max_tokens, **options
     ):
         total += found
-    run.save({"README.md": _card(run, total, arguments, data)})
+    run.save({"README.md": _card(run, total, arguments, data)}, verifier)
     if not total.prompts:
         return f"{run.out}: no held-out prompt to decode, so not measured"
     same = (

@@ -24,6 +24,7 @@ from specmlx.training.answers import Answers
 from specmlx.training.batches import Batches, arrays, batched
 from specmlx.training.dataset import Row
 from specmlx.training.drafter import DraftLoss, draft_loss
+from specmlx.training.export import check_export, export
 from specmlx.training.loop import CHECKPOINT, Schedule, train
 
 FOLDER, SETTINGS, ANSWERS = "training", "run.json", "answers.jsonl"
@@ -74,12 +75,20 @@ class Settings:
 class Run:
     """A drafter that learns a target's own answers to rows, in `out`/training; the finished drafter goes to `out`.
 
+    exports: packagings that `save` writes too (see `export`), into folders export-NAME.
     Raises ValueError, before anything is written, for a folder that holds another run (or a run, without `resume`), a
     target or a drafter that can't be used, rows that can't be learned from, and a disk too small for the checkpoint.
     """
 
     def __init__(
-        self, model: Any, tokenizer: Any, rows: Sequence[Row], settings: Settings, out: Path, resume: bool = False
+        self,
+        model: Any,
+        tokenizer: Any,
+        rows: Sequence[Row],
+        settings: Settings,
+        out: Path,
+        resume: bool = False,
+        exports: Sequence[str] = (),
     ):
         self.out, self.folder = out, out / FOLDER
         self.model, self.tokenizer = model, tokenizer
@@ -92,6 +101,9 @@ class Run:
         self.learned = [row for row in rows if row.key not in apart]
         self._check_rows()
         self.drafter = self._drafter()
+        self.exports = tuple(exports)
+        for packaging in self.exports:
+            check_export(self.drafter.config, packaging)
         self._room()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write(self.settings)
@@ -147,12 +159,20 @@ class Run:
         found = [self.loss(self.drafter.model, *arrays(b, self.settings.anchors, rng))[1]["tau"] for b in batches]
         return mx.mean(mx.stack(found)).item()
 
-    def save(self, files: dict[str, str]) -> None:
-        """Write the drafter to `out` (float32 weights, config.json), and text files beside it; each atomically."""
+    def save(self, files: dict[str, str], verifier: str = "") -> None:
+        """Write the drafter to `out` (float32 weights, config.json), and text files beside it; each atomically.
+
+        verifier: the target's name, for exports that name it.
+        """
         weights = dict(tree_flatten(self.drafter.model.parameters()))
         save_atomically(self.out / "model.safetensors", weights, {"format": "mlx"})
         for name, text in {"config.json": json.dumps(self.settings.config, indent=2) + "\n", **files}.items():
             _replace(self.out / name, text)
+        for packaging in self.exports:
+            folder = self.out / f"export-{packaging}"
+            export(self.drafter, self.model, packaging, folder, anchors=self.settings.anchors, verifier=verifier)
+            for name, text in files.items():
+                _replace(folder / name, text)
 
     def _train(self, steps: int) -> Iterator[dict]:
         s = self.settings
