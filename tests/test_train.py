@@ -191,6 +191,7 @@ def test_a_bad_line_is_named_by_its_number(line, says, target, tmp_path):
         (["--init", "demo/dflash", "--kind", "dspark"], "is a dflash drafter"),
         (["--init", "demo/dflash", "--block-size", "4"], "--block-size and --init"),
         (["--max-length", "999999999"], "max_length is 999999999"),
+        (["--export", "zlab"], "--export zlab holds dflash and dflash2 drafters"),
     ],
 )
 def test_bad_options_end_in_one_line_and_write_nothing(options, says, target, data, tmp_path):
@@ -267,10 +268,15 @@ def test_a_run_killed_at_any_moment_and_resumed_ends_with_the_very_same_files(ta
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_comes_out_serves_the_target_and_says_how_it_was_made(kind, target, data, tmp_path):
     out = tmp_path / kind
-    result = CliRunner().invoke(main, arguments(target, data, out, "--kind", kind, "--window", "64"))
+    options = ["--kind", kind, "--window", "64", "--export", "speculators"]
+    result = CliRunner().invoke(main, arguments(target, data, out, *options))
     assert result.exit_code == 0, result.stderr
+    log = [json.loads(line) for line in (out / "training" / "log.jsonl").read_text().splitlines()]
+    assert [("held_out_tau" in record) for record in log] == [False, False, True]
     card = (out / "README.md").read_text()
     assert "24 steps" in card and "τ" in card and "texts identical" in card
+    assert json.loads((out / "export-speculators" / "config.json").read_text())["speculators_model_type"] == kind
+    assert (out / "export-speculators" / "README.md").read_text() == card
     model, tokenizer = load(str(target), draft_model=str(out))
     *_, last = stream_generate(model, tokenizer, "Count.", 6)
     assert last.stats.mode == "speculative" and last.stats.proposed > 0
