@@ -165,7 +165,8 @@ def test_mlx_lms_sampler_and_processors_give_the_text_they_give_mlx_lm(model, tw
     want = [r.token for r in mlx_lm.stream_generate(twin, tokenizer, [5], **options)]
     for guess in (all_right, right_with(0.5)):
         drafter = ScriptedDrafter([5, *want], guess, tap_ids=())
-        assert [r.token for r in stream_generate(model, tokenizer, [5], draft_model=drafter, **options)] == want
+        drafted = stream_generate(model, tokenizer, [5], draft_model=drafter, num_draft_tokens="full", **options)
+        assert [r.token for r in drafted] == want
     # One draw from the global stream for each token that leaves, in order.
     options = dict(max_tokens=8, sampler=mlx_lm_sampler(0.8))
     mx.random.seed(4)
@@ -182,6 +183,7 @@ def test_mlx_lms_sampler_and_processors_give_the_text_they_give_mlx_lm(model, tw
 def test_a_seed_gives_one_text_in_any_thread_with_any_other_request_between(model, tokenizer):
     def text(out: list, drafter=None):
         options = dict(max_tokens=20, seed=7, sampler=make_sampler(1.0, top_p=0.9), draft_model=drafter)
+        options |= {"num_draft_tokens": "full"}
         out.append([r.token for r in stream_generate(model, tokenizer, [5, 6, 7], **options)])
 
     texts: list = []
@@ -205,7 +207,7 @@ def test_a_conversation_goes_from_thread_to_thread_with_its_drafter(tokenizer, c
 
     def turn(prompt):
         # Its width ends each answer with a round that observes and proposes nothing.
-        options = dict(max_tokens=9, prompt_cache=conversation, draft_model=drafter)
+        options = dict(max_tokens=9, prompt_cache=conversation, draft_model=drafter, num_draft_tokens="full")
         turns.append([r.token for r in stream_generate(model, tokenizer, prompt, **options)])
 
     for i, prompt in enumerate(PROMPTS):
@@ -225,7 +227,7 @@ def test_threads_at_once_on_one_model_and_drafter_give_what_each_gives_alone(tok
     drafter = specmlx.load_drafter(str(path), model)
 
     def run(i: int, texts: dict) -> None:
-        options = dict(max_tokens=10, draft_model=drafter, seed=i, sampler=make_sampler(1.0))
+        options = dict(max_tokens=10, draft_model=drafter, seed=i, sampler=make_sampler(1.0), num_draft_tokens="full")
         texts[i] = [r.token for r in stream_generate(model, tokenizer, [7, i] * 20 * i, **options)]
 
     alone, together = {}, {}

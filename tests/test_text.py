@@ -45,7 +45,8 @@ def saying(parrot, tokenizer, text: str, guess=all_right, max_width=7):
     """The parrot set on a text, its ids, a one-token prompt, and a drafter that knows it."""
     ids = tokenizer.encode(text)
     parrot.script = [5, *ids, *[tokenizer.eos_token_id] * 60]
-    return ids, dict(prompt=[5], draft_model=ScriptedDrafter(parrot.script, guess, max_width, tap_ids=()))
+    by = ScriptedDrafter(parrot.script, guess, max_width, tap_ids=())
+    return ids, dict(prompt=[5], draft_model=by, num_draft_tokens="full")
 
 
 GUESSES = {"all": all_right, "none": all_wrong, "wrong at 1": wrong_at(1), "right with .7": right_with(0.7)}
