@@ -133,6 +133,10 @@ class DraftHead(Decoding):
 
     name = "draft_head"
 
+    def tolerance(self, key: Key) -> float:
+        # Ids, and logits as they were read.
+        return 0.0
+
     def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
         V, R = (1000, 64) if exact else (32768, 64)
         logits = (3 * normal(seed, 1, 3, V)).astype(getattr(mx, key["dtype"]))
@@ -159,6 +163,10 @@ class Accept(Decoding):
     """Match of the best tokens and rejection sampling. Keys: dtype."""
 
     name = "accept"
+
+    def tolerance(self, key: Key) -> float:
+        # Ids, and logits as they were read.
+        return 0.0
 
     def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
         V = 1000 if exact else 32768
