@@ -17,6 +17,7 @@ from specmlx.speculation.round import issue
 from specmlx.speculation.sampling import make_sampler
 from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation
+from specmlx.state.kv import KV, reserve, write
 from specmlx.state.layers import LayerStates
 
 PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, logit_bias={5: 1.0})
@@ -250,3 +251,30 @@ def test_a_conversation_is_taken_over_while_a_round_of_another_thread_is_under_w
         for taken in (1, 2, 5):
             there = text(prompt, lambda work: pool.submit(work).result(), taken)
             assert there == text(prompt, lambda work: work(), taken)
+
+
+class Wide(TableTarget):
+    """Its ids are kept in rows of 8 KB, next to which everything else is small."""
+
+    def _run(self, states, rows, tap_ids):
+        T, origin = rows.shape[1], states.origin(rows.shape[1])
+        wide = mx.broadcast_to(rows[:, None, :, None], (1, 1, T, 2048))
+        kv = write(reserve(states.layers[0], origin.length, wide, wide), wide, wide, origin.start)
+        ids = LayerStates([KV(kv.keys[..., :1], kv.values[..., :1])])
+        ids.start, ids.count, ids.bound = origin.start, 0, origin.length - T
+        return super()._run(ids, rows, tap_ids)._replace(layers=[kv])
+
+
+def test_a_round_ahead_writes_in_place():
+    peaks = []
+    for lookahead in (False, True):
+        run = Run(Wide()).start(
+            drafter=drafter(right_with(0.5), PROMPT + oracle(PROMPT, 200)), max_tokens=150, lookahead=lookahead
+        )
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        assert [token.id for token in run.tokens] == oracle(PROMPT, 150)
+        peaks.append(mx.get_peak_memory() - before)
+    buffers = run.conversation.states.nbytes
+    assert buffers > 4e6 and max(peaks) < 1.3 * buffers
