@@ -299,6 +299,18 @@ def test_generate_takes_what_mlx_lm_loads_and_its_list_of_caches(name, tmp_path)
     assert first == want[:11] and second == want[12:]
 
 
+@pytest.mark.parametrize("name", ["gemma3_text", "lfm2"])
+def test_a_prompt_cache_keeps_windows_and_convolutions_too(name, tmp_path):
+    theirs, tokenizer = random_lm(name, vocab_size=282), small_tokenizer(tmp_path)
+    prompt, cache = tokens(1, 150)[0].tolist(), specmlx.PromptCache(keep_answers=True)
+    _, given, _ = collect(specmlx.stream_generate(theirs, tokenizer, prompt, 9, prompt_cache=cache))
+    longer = [*prompt, *given, 5]
+    for _ in range(2):
+        _, warm, last = collect(specmlx.stream_generate(theirs, tokenizer, longer, 9, prompt_cache=cache))
+        assert last.cached_tokens >= 128
+        assert warm == collect(specmlx.stream_generate(theirs, tokenizer, longer, 9))[1]
+
+
 @pytest.mark.linux_bits
 def test_a_directory_of_any_mlx_lm_model_loads_and_gives_mlx_lms_tokens(tmp_path):
     theirs = random_lm("llama", vocab_size=282)

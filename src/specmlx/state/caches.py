@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
+from specmlx.state.kv import KV
 from specmlx.state.layers import Pass
 from specmlx.state.window import WindowCache
 
@@ -189,6 +190,8 @@ def _copied(value: Any) -> Any:
     # mlx-lm writes into key buffers in place, through the array object: another object keeps what it shows.
     if isinstance(value, mx.array):
         return mx.array(value)
+    if isinstance(value, KV):
+        return value.with_arrays(_copied(value.arrays()))
     if isinstance(value, (list, tuple)):
         return type(value)(_copied(item) for item in value)
     return value
