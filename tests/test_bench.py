@@ -65,6 +65,8 @@ def test_a_spread_larger_than_the_difference_is_called_inconclusive(directory, p
     result = CliRunner().invoke(main, ["bench", "--model", str(directory), "--prompts", str(prompts), "--json", *QUICK])
     report = json.loads(result.stdout)
     row = report["suites"]["prompts.txt"][1]
+    assert "inconclusive: decode, end to end" in "\n".join(lines(report)), "two turns tell nothing"
+    row["answers"] = 6
     row["decode_ratio"] = dict(median=1.2, low=0.9, high=1.5)
     row["end_to_end_ratio"] = dict(median=1.2, low=1.1, high=1.2)
     shown = next(line for line in lines(report) if line.startswith("  full "))

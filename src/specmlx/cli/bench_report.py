@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+# Turns below which a spread tells nothing.
+_FEWEST = 3
+
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
     """The machine, a table a suite, and what the figures are worth."""
@@ -48,7 +51,8 @@ def _ratio(spread: dict[str, float] | None) -> str:
 
 
 def _doubt(row: dict[str, Any]) -> str:
-    """Which ratios lie no further from 1 than their quartiles from one another."""
+    """Which ratios lie no further from 1 than their quartiles from one another, or are of too few turns to have any."""
     ratios = {"decode": row["decode_ratio"], "end to end": row["end_to_end_ratio"]}
-    found = [name for name, r in ratios.items() if r and abs(r["median"] - 1) <= r["high"] - r["low"]]
+    few = row["answers"] < 2 * _FEWEST
+    found = [name for name, r in ratios.items() if r and (few or abs(r["median"] - 1) <= r["high"] - r["low"])]
     return f"  inconclusive: {', '.join(found)}" if found else ""
