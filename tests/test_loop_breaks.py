@@ -138,6 +138,22 @@ def test_an_exception_or_a_break_in_prefill_leaves_a_conversation_that_goes_on()
     assert run.take() == text[-10:]
 
 
+@pytest.mark.parametrize("when", [0, 64, 128])
+def test_a_prompt_that_is_being_taken_in_stops_once_its_conversation_is_another_requests(when):
+    prompt, later = [i % V for i in range(200)], [7, 8, 9]
+    run = Run()
+
+    def progress(done, total):
+        if done == when:
+            # As in an app whose callback handles events: the user has sent something else.
+            run.start(prompt=later).take(3)
+
+    with pytest.raises(RuntimeError, match="taken this conversation over"):
+        run.start(prompt=prompt, prefill_step_size=64, progress=progress).take()
+    run.check()
+    assert run.conversation.tokens == prompt[:when] + later + oracle(prompt[:when] + later, 3)
+
+
 class Interrupt:
     """Traces the library's lines and raises a Ctrl-C at the nth."""
 

@@ -77,6 +77,7 @@ def generate_tokens(
     for step in prefill(target, conversation, prompt, drafter, prefill_step_size, marks, at_mark):
         if progress:
             progress(step, len(prompt))
+        conversation.check(owner)
     if progress:
         progress(len(prompt), len(prompt))
     history = [*cached, *prompt]
