@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.speculation.drafting import observe
 from specmlx.speculation.lane_drafting import LaneDrafts, lane_drafts
 from specmlx.speculation.lane_policy import LanePolicy, grouped
 from specmlx.speculation.loop import Target, Token, finish_reason
@@ -61,7 +62,9 @@ class Lanes:
         states = LayerStates.merged(parts if self._states is None else [self._states, *parts])
         if self.drafter is not None:
             drafts = self._drafts or lane_drafts(self.drafter)
-            drafts.join([self._context(lane.conversation) for lane in lanes])
+            for lane in lanes:
+                observe(lane.conversation, self.drafter)
+            drafts.join([lane.conversation.draft.context for lane in lanes])
             self._drafts = drafts
         mx.eval([x for layer in states.layers if layer is not None for x in layer if isinstance(x, mx.array)])
         self._states = states
@@ -155,9 +158,3 @@ class Lanes:
             lane.error = error
             return n, True
         return n, False
-
-    def _context(self, conversation: Conversation):
-        draft, end = conversation.draft, conversation.states.length
-        if draft is None or draft.drafter is not self.drafter or draft.end != end:
-            return self.drafter.new_context(1, start=end)
-        return draft.context
