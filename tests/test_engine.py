@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from rig import SMALL, small_tokenizer, tiny
 
-from specmlx import Engine, QueueFull, generate, make_sampler
+from specmlx import Engine, QueueFull, generate, make_sampler, stream_generate
 
 PROMPTS = [[7, 8, 9] * n for n in (1, 5, 22, 43)]
 
@@ -83,6 +83,13 @@ def test_two_hundred_requests_of_eight_threads_get_their_own_texts_among_cancell
         # As much after thirty more as after one: nothing is kept of a request that is over.
         assert max(held[15:]) <= max(held[:15]), held
     assert wrong == [] and sum(counts.values()) == 200 and min(counts.values()) > 5, (wrong[:2], counts)
+
+
+def test_log_probabilities_can_be_read_in_any_thread(model, tokenizer):
+    want = [r.logprobs.tolist() for r in stream_generate(model, tokenizer, PROMPTS[0], 5)]
+    with Engine(model, tokenizer) as engine:
+        requests = [engine.submit(prompt, 5) for prompt in PROMPTS]
+        assert [r.logprobs.tolist() for r in requests[0]] == want
 
 
 def test_a_short_request_is_not_kept_waiting_by_long_ones(model, tokenizer):

@@ -278,3 +278,26 @@ def test_a_round_ahead_writes_in_place():
         peaks.append(mx.get_peak_memory() - before)
     buffers = run.conversation.states.nbytes
     assert buffers > 4e6 and max(peaks) < 1.3 * buffers
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash"])
+def test_each_token_may_be_fetched_by_another_thread(demo, kind):
+    from concurrent.futures import ThreadPoolExecutor
+
+    target, drafters, prompt, _ = demo
+
+    def run(fetch):
+        tokens = generate_tokens(target, conversation, prompt, Policy(), drafters[kind], max_tokens=20)
+        given = []
+        while (token := fetch(lambda: next(tokens, None))) is not None:
+            given.append(token.id)
+        return given
+
+    def elsewhere(work):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+
+    conversation = Conversation(target.new_states())
+    want = run(lambda work: work())
+    conversation = Conversation(target.new_states())
+    assert run(elsewhere) == want and len(want) == 20

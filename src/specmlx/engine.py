@@ -109,6 +109,12 @@ class Engine:
         Raises ValueError for a bad prompt or option, QueueFull, and RuntimeError once the engine is closed.
         """
         mailbox = Mailbox()
+
+        def emit(response: GenerationResponse) -> None:
+            # A row of the round's, which is lazy: only this thread can evaluate it.
+            mx.async_eval(response.logprobs)
+            mailbox.put(response)
+
         job = self._jobs.new(
             prompt,
             max_tokens,
@@ -116,7 +122,7 @@ class Engine:
             stop=stop,
             sampler=sampler,
             logits_processors=logits_processors,
-            emit=mailbox.put,
+            emit=emit,
             done=mailbox.end,
         )
         with self._changed:

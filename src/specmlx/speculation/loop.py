@@ -113,6 +113,9 @@ def generate_tokens(
         round = ahead or issue(target, conversation, policy, drafter, width_now, history, stop_tokens)
         width = widths.choose()
         ahead = following(round, width)
+        if ahead is None:
+            # Nothing goes out with it: what is lazy could not be evaluated if another thread goes on.
+            mx.async_eval(conversation.draft_arrays())
         (read,) = round.read(conversation.states)
         given, accepted, bad_rows = read.tokens(target.vocab_size), read.accepted, read.bad_rows
         before, read_at = read_at, time.perf_counter()
