@@ -48,6 +48,13 @@ class KnowsTheTexts:
         context.show(tokens[0, :count].tolist())
 
 
+class Uniform(KnowsTheTexts):
+    """Drafts by the policy, one lane at a time, and knows nothing."""
+
+    def propose(self, context, anchor, width, policy):
+        return Proposal(*policy.draft(mx.zeros((1, width, 1280)), 0))
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     found = small_tokenizer(tmp_path_factory.mktemp("tokenizer"))
@@ -174,6 +181,50 @@ def test_a_lane_that_fails_fails_alone(tokenizer):
     )
     assert found.texts == [*alone, None]
     assert found.errors[:3] == [None] * 3 and isinstance(found.errors[3], KeyError)
+
+
+@pytest.mark.parametrize("most", [20, 5])
+def test_callables_of_the_user_see_no_row_behind_the_end_of_their_lane(most, tokenizer):
+    model = tiny(0, **SMALL)
+    texts = [[*prompt, *ids_alone(model, tokenizer, prompt, 30)[0]] for prompt in PROMPTS[:2]]
+    tokenizer.eos_token_ids = {texts[1][12]}
+    seen = {}
+
+    def watching(name):
+        def watched(tokens, logits):
+            seen.setdefault(name, []).append(tokens.tolist())
+            return logits
+
+        return [watched]
+
+    try:
+        drafter = KnowsTheTexts(texts)
+        drafter.guess = right_with(1.0)
+        alone = generate(model, tokenizer, PROMPTS[1], max_tokens=most, logits_processors=watching("alone"))
+        found = batch_generate(
+            model,
+            tokenizer,
+            PROMPTS[:2],
+            max_tokens=[30, most],
+            draft_model=drafter,
+            logits_processors=[None, watching("lane")],
+        )
+    finally:
+        tokenizer.eos_token_ids = {281}
+    assert found.texts[1] == alone and seen["lane"] == seen["alone"]
+    assert found.request_stats[1].rounds < len(seen["alone"])
+
+
+def test_a_bias_of_a_token_that_is_none_spoils_its_own_lane_only(demo):
+    model, tokenizer = demo
+    prompts = questions(tokenizer, 2)
+    bad = make_logits_processors(logit_bias={model.vocab_size: 1.0})
+    for drafter in (model.draft_model, Uniform([])):
+        found = batch_generate(
+            model, tokenizer, prompts, max_tokens=9, draft_model=drafter, logits_processors=[bad, None]
+        )
+        assert found.texts == [None, generate(model, tokenizer, prompts[1], max_tokens=9)]
+        assert isinstance(found.errors[0], ValueError) and found.errors[1] is None
 
 
 def test_a_lane_that_is_too_long_for_the_model_is_refused_and_one_that_fills_it_ends(tokenizer):

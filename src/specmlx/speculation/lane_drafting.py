@@ -66,10 +66,12 @@ class Apart:
         self.contexts: list[Context] = []
 
     def propose(self, anchor: mx.array, width: int, policy: LanePolicy) -> Proposal:
-        found = [
-            self.drafter.propose(context, anchor[i : i + 1], width, policy.lane(i))
-            for i, context in enumerate(self.contexts)
-        ]
+        found = []
+        for i, context in enumerate(self.contexts):
+            alone = policy.lane(i)
+            found.append(self.drafter.propose(context, anchor[i : i + 1], width, alone))
+            if alone.failures:
+                policy.failures[i] = alone.failures[0]
         most = max(one.tokens.shape[1] for one in found)
         if all(one.q is None for one in found):
             return Proposal(mx.concatenate([_padded(one.tokens, most) for one in found]))

@@ -1,6 +1,6 @@
 """The policies of B lanes as one: lanes that sample alike are drawn for together, each with its own noise."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -32,12 +32,15 @@ class LanePolicy:
 
     positions: `[B]` int32, each lane's absolute index of the first token that the round delivers.
     histories: each lane's tokens up to its anchor, used where it has logits processors.
-    failures: `accept` puts in what lanes' own callables raised, by lane.
+    limits: the tokens that each lane may still give, None for any number, and those that end it: callables of the
+        user's see no row behind, as in a lane alone.
+    failures: `draft` and `accept` put in what lanes' own callables raised, by lane.
     """
 
     groups: Sequence[Group]
     positions: mx.array
     histories: Sequence[list[int]]
+    limits: Sequence[tuple[int | None, Collection[int]]] = ()
     failures: dict[int, Exception] = field(default_factory=dict)
 
     @property
@@ -47,9 +50,9 @@ class LanePolicy:
 
     def draft(self, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
         """See `DraftPolicy.draft`; q of lanes that sample nothing is zero, and None if there is no other lane."""
-        if len(self.groups) == 1:
-            return self._of(self.groups[0]).draft(logits, slot)
-        drafts = [self._of(group).draft(self._rows(logits, group), slot) for group in self.groups]
+        drafts = [self._draft(group, self._rows(logits, group), slot) for group in self.groups]
+        if len(drafts) == 1:
+            return drafts[0]
         tokens = self._by_lane([tokens for tokens, _ in drafts])
         if all(q is None for _, q in drafts):
             return tokens, None
@@ -61,24 +64,45 @@ class LanePolicy:
         for group in self.groups:
             policy = self._of(group)
             mine = self._rows(q, group) if q is not None and group.policy.rule == "rejection" else None
+            rows = self._until_end(group, self._rows(tokens, group))
             try:
-                outcome, scores = policy.accept(self._rows(tokens, group), mine, self._rows(logits, group))
+                outcome, scores = policy.accept(rows, mine, self._rows(logits, group)[:, : rows.shape[1] + 1])
             except Exception as error:
-                if not (group.policy.processors or group.policy.sequential):
-                    raise
-                self.failures[group.lanes[0]] = error
+                self._failed(group, error)
                 nothing = mx.zeros((1,), dtype=mx.int32)
                 outcome, scores = Outcome(nothing, nothing), mx.zeros_like(self._rows(logits, group))
+            if missing := logits.shape[1] - scores.shape[1]:
+                scores = mx.pad(scores, [(0, 0), (0, missing), (0, 0)], constant_values=mx.nan)
             outcomes.append(outcome)
             logprobs.append(scores)
         accepted = self._by_lane([outcome.accepted for outcome in outcomes])
         return Outcome(accepted, self._by_lane([o.next_anchor for o in outcomes])), self._by_lane(logprobs)
 
-    def lane(self, index: int) -> RoundPolicy:
+    def lane(self, index: int) -> "LanePolicy":
         """The policy of one lane alone."""
         group = next(group for group in self.groups if index in group.lanes)
-        alone = group.policy.lane(group.lanes.index(index))
-        return alone.at(self.positions[index : index + 1], self.histories[index] if alone.processors else None)
+        alone = Group(group.policy.lane(group.lanes.index(index)), (0,))
+        return LanePolicy([alone], self.positions[index : index + 1], self.histories[index : index + 1])
+
+    def _draft(self, group: Group, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
+        try:
+            return self._of(group).draft(logits, slot)
+        except Exception as error:
+            self._failed(group, error)
+            return mx.argmax(logits, axis=-1).astype(mx.int32), None
+
+    def _failed(self, group: Group, error: Exception) -> None:
+        """Keep what a lane's own callable raised; raises it again where it is not one's own."""
+        if not (group.policy.processors or group.policy.sequential):
+            raise error
+        self.failures.setdefault(group.lanes[0], error)
+
+    def _until_end(self, group: Group, tokens: mx.array) -> mx.array:
+        if not group.policy.sequential or not self.limits:
+            return tokens
+        left, ends = self.limits[group.lanes[0]]
+        drafted = tokens[0].tolist()[: None if left is None else left - 1]
+        return tokens[:, : next((i for i, token in enumerate(drafted) if token in ends), len(drafted))]
 
     def _rows(self, x: mx.array, group: Group) -> mx.array:
         return x if len(self.groups) == 1 else x[mx.array(group.lanes)]

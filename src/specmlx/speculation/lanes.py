@@ -36,6 +36,11 @@ class Lane:
     stats: Stats = field(default_factory=Stats)
     error: Exception | None = None
 
+    @property
+    def left(self) -> int | None:
+        """How many tokens it may still give; None: any number."""
+        return self.max_tokens - self.stats.generation_tokens if self.max_tokens > 0 else None
+
 
 class Lanes:
     """The lanes that decode together, `width` drafted tokens a lane in each pass.
@@ -103,7 +108,8 @@ class Lanes:
         clock = time.perf_counter()
         lanes, states, width = self.lanes, self._states, self._width()
         positions = mx.array([len(lane.conversation.processed) + 1 for lane in lanes], dtype=mx.int32)
-        policy = LanePolicy(self._groups, positions, [lane.history for lane in lanes])
+        limits = [(lane.left, lane.stop_tokens) for lane in lanes]
+        policy = LanePolicy(self._groups, positions, [lane.history for lane in lanes], limits)
         anchor = mx.array([lane.conversation.pending for lane in lanes], dtype=mx.int32)
         proposal = Proposal(mx.zeros((len(lanes), 0), dtype=mx.int32))
         if width:
@@ -134,8 +140,8 @@ class Lanes:
 
     def _width(self) -> int:
         """No lane needs more rows than the most tokens that any of them may still give."""
-        left = [lane.max_tokens - lane.stats.generation_tokens - 1 for lane in self.lanes if lane.max_tokens > 0]
-        return min(self.width, max(left)) if len(left) == len(self.lanes) else self.width
+        left = [lane.left for lane in self.lanes if lane.left is not None]
+        return min(self.width, max(left) - 1) if len(left) == len(self.lanes) else self.width
 
     def _deliver(self, lane: Lane, read: Delivery, logprobs: mx.array) -> tuple[int, bool]:
         """Give a lane its tokens: how many rows enter its state, and whether it is over."""
