@@ -41,10 +41,10 @@ class Machine:
     seconds: float = 0.0
     widths: list[int] = field(default_factory=list)
 
-    def run(self, widths, seed: int = 0, noise: float = 0.05) -> float:
+    def run(self, widths, seed: int = 0, noise: float = 0.05, tokens: int = TOKENS) -> float:
         """Tokens a second over the whole text; what a round did is known one round later, as with lookahead."""
         rng, under_way = random.Random(seed), None
-        while self.tokens < TOKENS:
+        while self.tokens < tokens:
             width, kept = widths.choose(), 0
             while kept < width and rng.random() < PATTERNS[self.pattern](self.tokens + kept):
                 kept += 1
@@ -142,6 +142,31 @@ def test_the_next_request_begins_with_what_this_one_was_like(tmp_path):
             widths.keep()
         assert machine.widths[:20].count(usual) > 14
         assert len(load(file).survival) == 7
+
+
+def test_the_luck_of_many_short_plain_requests_makes_no_other_width_dearer(tmp_path):
+    file = tmp_path / "costs"
+    save(file, Costs({0: 1.0, 1: 1.8, 7: 3.0}))
+    for request in range(200):
+        costs, rng = load(file), random.Random(request)
+        for _ in range(30):
+            # A busy machine: most rounds are slowed down, some are not.
+            costs.observe(0, math.exp(rng.gauss(0, 0.5)))
+        save(file, costs)
+    plain, one, *_, seven = load(file).seconds(7)
+    assert 1 < one / plain < 4 and 1.5 < seven / plain < 8
+
+
+@pytest.mark.parametrize("times", [4, 90, 1e9])
+def test_short_requests_find_out_that_a_width_was_wrongly_held_to_be_dear(times, tmp_path):
+    file = tmp_path / "costs"
+    save(file, Costs({0: 1.0, **{width: times + width for width in range(1, 8)}}, [0.8] * 7))
+    for request in range(40):
+        widths = AutoWidth(7, file=file)
+        machine = Machine("flat", "cheap", "steady high")
+        machine.run(widths, seed=request, tokens=36)
+        widths.keep()
+    assert sum(machine.widths) > 4 * len(machine.widths)
 
 
 def test_equal_observations_give_equal_widths():

@@ -15,8 +15,11 @@ from specmlx.formats.cache import cache_directory
 
 # A round that takes longer than this times what was expected tells little more than that: something else was running.
 _OUTLIER = 2.0
-# Of so many first rounds of a width, the first apart, the quickest counts.
+# Of so many first rounds of a width that was never measured, the first apart, the quickest counts.
 _QUICKEST = 4
+# A round of w drafted tokens is held to no more than w + this times a plain one: what is wrong beyond that, by whatever
+# accident, is put right by trying it.
+_DEAREST = 3
 
 
 class Costs:
@@ -28,11 +31,16 @@ class Costs:
     one, so that a round in which something else was running does not rule a width out.
 
     survival: how often each slot survived, on average over requests; empty if that is not known.
+    credit: plain rounds' worth of trying other widths that earlier requests left unspent.
     """
 
-    def __init__(self, seconds: Mapping[int, float] | None = None, survival: Sequence[float] = ()):
+    def __init__(
+        self, seconds: Mapping[int, float] | None = None, survival: Sequence[float] = (), credit: float = 0.0
+    ):
         self._shape: dict[int, float] = dict(seconds or {})
+        self._from_before = frozenset(self._shape)
         self.survival = list(survival)
+        self.credit = credit
         self._speed = 1.0
         self._rounds: dict[int, int] = {}
         self._clock = 0
@@ -61,7 +69,8 @@ class Costs:
             self._shape[width] = seconds / self._speed
             return
         off = math.log(seconds / (self._shape[width] * self._speed))
-        if n <= _QUICKEST and off < 0:
+        # Not where it is known from before: each request's luck would make all other widths dearer for ever.
+        if n <= _QUICKEST and off < 0 and width not in self._from_before:
             self._shape[width] *= math.exp(off)
             return
         off = max(-math.log(_OUTLIER), min(math.log(_OUTLIER), off))
@@ -82,6 +91,8 @@ class Costs:
         fitted, least = {}, math.inf
         for width in sorted(self._shape, reverse=True):
             fitted[width] = least = min(least, self._shape[width])
+        if 0 in fitted:
+            fitted = {w: min(each, (w + _DEAREST) * fitted[0]) if w else each for w, each in fitted.items()}
         for width in sorted(fitted):
             narrower = [fitted[w] * (width + 1) / (w + 1) for w in fitted if 0 < w < width]
             fitted[width] = min([fitted[width], *narrower])
@@ -118,10 +129,12 @@ def load(file: Path) -> Costs:
         kept = json.loads(file.read_text())
         seconds = {int(width): float(each) for width, each in kept["seconds"].items()}
         survival = [float(chance) for chance in kept.get("survival", [])]
+        credit = float(kept.get("credit", 0.0))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Costs()
     fine = all(width >= 0 and 0 < each < math.inf for width, each in seconds.items())
-    return Costs(seconds, survival) if fine and all(0 <= chance <= 1 for chance in survival) else Costs()
+    fine = fine and all(0 <= chance <= 1 for chance in survival) and 0 <= credit < math.inf
+    return Costs(seconds, survival, credit) if fine else Costs()
 
 
 def save(file: Path, costs: Costs) -> None:
@@ -132,5 +145,6 @@ def save(file: Path, costs: Costs) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all, where two processes write it.
         new = file.with_name(f"{file.name}.{os.getpid()}")
-        new.write_text(json.dumps({"seconds": costs.table(), "survival": costs.survival}))
+        kept = {"seconds": costs.table(), "survival": costs.survival, "credit": costs.credit}
+        new.write_text(json.dumps(kept))
         new.replace(file)

@@ -20,6 +20,8 @@ WORTHWHILE = 1.02
 # What trying other widths may cost, as a share of all the work. That share of so many plain rounds is lent for a start,
 # where nothing is known and where something is.
 CALIBRATION, LENT, LENT_AGAIN = 0.02, 50, 10
+# Plain rounds' worth of it that short requests may leave to later ones.
+MOST_CREDIT = 12.0
 # Rounds after which plain decoding is measured again while drafting gains less than `SURE` times.
 STALE, SURE = 48, 1.3
 # Rounds after which another width's cost is no longer sure.
@@ -149,6 +151,7 @@ class AutoWidth:
         self.current: int | None = None
         self._work = 0.0
         self._spent = 0.0
+        self._credit = self.costs.credit
         self._lent = LENT_AGAIN if self.costs.known(0) else LENT
         self._wait, self._waited = FIRST_WAIT, 0
         self._since_plain = 0
@@ -163,6 +166,9 @@ class AutoWidth:
         if self.survival.trials >= FIRST:
             found, before = self.survival.estimates(), self.survival.prior
             self.costs.survival = [0.6 * a + 0.4 * b for a, b in zip(before, found, strict=True)]
+        if self.costs.known(0):
+            left = self._credit + (CALIBRATION * self._work - self._spent) / self.costs.seconds(0)[0]
+            self.costs.credit = min(max(left, 0.0), MOST_CREDIT)
         save(self.file, self.costs)
 
     @property
@@ -252,8 +258,9 @@ class AutoWidth:
         return width
 
     def _affords(self, seconds: float, tokens: float) -> bool:
-        loss = max(0.0, seconds - tokens * self.costs.seconds(0)[0])
-        return self._spent + loss <= CALIBRATION * (self._work + self._lent * self.costs.seconds(0)[0])
+        plain = self.costs.seconds(0)[0]
+        loss = max(0.0, seconds - tokens * plain)
+        return self._spent + loss <= CALIBRATION * (self._work + self._lent * plain) + self._credit * plain
 
 
 def _decayed(memory: tuple[float, float], decay: float, survived: bool) -> tuple[float, float]:
