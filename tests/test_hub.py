@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parent / "programs" / "hub_downloads.py"
+PROGRAM = Path(__file__).parent / "scripts" / "hub_downloads.py"
 COMMITS = {"main": "1" * 40, "old": "2" * 40}
 FILES = {
     "config.json": b'{"model_type": "qwen3_5"}',

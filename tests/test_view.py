@@ -206,7 +206,8 @@ def directory(tmp_path_factory):
 
 def test_generate_keeps_a_trace_of_what_it_printed(directory, tmp_path):
     file = tmp_path / "trace.json"
-    result = run("generate", "--model", directory, "-p", "Hello", "-m", 40, *OFTEN, "--trace", file)
+    full = ["--num-draft-tokens", "full"]
+    result = run("generate", "--model", directory, "-p", "Hello", "-m", 40, *OFTEN, *full, "--trace", file)
     assert result.exit_code == 0, result.stderr
     trace = read_trace(file)
     model, tokenizer = specmlx.load(directory)
