@@ -34,9 +34,7 @@ class Costs:
     credit: plain rounds' worth of trying other widths that earlier requests left unspent.
     """
 
-    def __init__(
-        self, seconds: Mapping[int, float] | None = None, survival: Sequence[float] = (), credit: float = 0.0
-    ):
+    def __init__(self, seconds: Mapping[int, float] | None = None, survival: Sequence[float] = (), credit: float = 0.0):
         self._shape: dict[int, float] = dict(seconds or {})
         self._from_before = frozenset(self._shape)
         self.survival = list(survival)
