@@ -149,6 +149,24 @@ def test_deepspecs_code_loads_an_export_and_proposes_the_same(tmp_path):
     assert_proposals(drafter, propose)
 
 
+def test_mlx_dspark_loads_an_export_and_proposes_the_same(tmp_path):
+    theirs = pytest.importorskip("mlx_dspark.load", reason="needs mlx-dspark 0.20.3")
+    target, drafter = made("dspark")
+    export(drafter, target, "deepspec", tmp_path, anchors=24)
+    model, _ = theirs.load_drafter(str(tmp_path), quantize=False)
+    model.set_dtype(mx.float32)
+    features, anchors = contexts(drafter)
+    found = []
+    for anchor in anchors:
+        caches = model.make_ctx_cache()
+        model.update_context(features, 0, caches)
+        rows = model.embed(mx.array([[anchor] + [MASK] * (BLOCK - 1)]))
+        logits = model.compute_logits(model.backbone(rows, ROWS, caches))
+        found.append(model.sample_block(logits[0], anchor).tolist())
+    assert found == ours(drafter)
+    print(f"{sum(map(len, found))} tokens of {len(found)} proposals are the same")
+
+
 def assert_proposals(drafter, propose: Callable) -> None:
     import torch
 

@@ -316,6 +316,25 @@ def test_a_drafter_that_training_begins_with_is_where_it_begins(target, data, tm
     assert all(mx.array_equal(a, b).item() for (_, a), (_, b) in pairs)
 
 
+@pytest.mark.linux_bits
+def test_a_training_that_began_with_a_drafter_goes_on_to_the_very_same_weights(target, data, tmp_path):
+    model, tokenizer = load(str(target), draft_model=None)
+    rows, init = read_rows(data), target / "dspark"
+    small = dict(steps=12, batch_size=2, anchors=4, max_tokens=4, pool=4, checkpoint_every=5)
+    settings = Settings(json.loads((init / "config.json").read_text()), init=str(init), **small)
+
+    def run(name: str, resume: bool = False) -> Run:
+        return Run(model, tokenizer, rows, settings, tmp_path / name, resume)
+
+    whole = run("whole")
+    assert [record["step"] for record in whole.steps()] == [10, 12]
+    next(run("cut").steps())
+    resumed = run("cut", resume=True)
+    assert [record["step"] for record in resumed.steps()] == [12]
+    pairs = zip(*(tree_flatten(x.drafter.model.parameters()) for x in (whole, resumed)), strict=True)
+    assert all(mx.array_equal(a, b).item() for (_, a), (_, b) in pairs)
+
+
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_checkpoint(target, tmp_path):
     model = nn.Linear(2, 1)
 
