@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from specmlx import __version__
 from specmlx.demo.export import write_demo
 from specmlx.loading import load
 from specmlx.receipts.machine import this_machine
@@ -91,7 +92,8 @@ def main(kind: str, steps: int, max_tokens: int, as_json: bool) -> None:
     machine = this_machine()
     used = {
         "machine": f"{machine.system}, {machine.chip}, {machine.cores} cores, {machine.backend}",
-        **{package: version(package) for package in ("specmlx", "mlx", "mlx-lm")},
+        "specmlx": __version__,
+        **{package: version(package) for package in ("mlx", "mlx-lm")},
     }
     if as_json:
         click.echo(json.dumps({"machine": used, "kind": kind, "steps": steps, **found, "memory": peaks}))

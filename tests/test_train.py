@@ -88,13 +88,13 @@ def test_a_chat_template_that_is_missing_or_fails_is_one_clear_error():
     class Refusing:
         has_chat_template = True
 
-        def apply_chat_template(self, *_, **__):
-            raise TypeError("roles must alternate")
+        def apply_chat_template(self, *_, **given):
+            raise TypeError(f"roles must alternate, thinking {given['enable_thinking']}")
 
     with pytest.raises(ValueError, match="no chat template: give rows of text"):
         row.ids(SimpleNamespace(has_chat_template=False))
-    with pytest.raises(ValueError, match="fails on .*roles must alternate"):
-        row.ids(Refusing())
+    with pytest.raises(ValueError, match="fails on .*roles must alternate, thinking False"):
+        row.ids(Refusing(), {"enable_thinking": False})
 
 
 def test_a_run_goes_on_with_its_own_settings_rows_and_target_only(target, data, tmp_path):

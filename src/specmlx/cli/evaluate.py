@@ -23,6 +23,7 @@ ALL = "all"
 @click.option("--held-out", is_flag=True, help="Only the rows that specmlx train keeps apart for measuring.")
 @options.max_tokens_option(256)
 @options.sampling_options
+@options.chat_template_config_option
 @click.option("--chip", metavar="NAME", help="Also estimate the byte limit on this chip, like 'M4 Max 40-core'.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
@@ -33,6 +34,7 @@ def evaluate(
     limit: int,
     held_out: bool,
     max_tokens: int,
+    chat_template_config: dict[str, Any] | None,
     chip: str | None,
     as_json: bool,
 ) -> None:
@@ -66,7 +68,7 @@ def evaluate(
         settings = dict(
             sampler=sampling.sampler(tokenizer), seed=sampling.seed, logits_processors=sampling.processors()
         )
-        prompts = [row.ids(tokenizer) for row in rows]
+        prompts = [row.ids(tokenizer, chat_template_config) for row in rows]
         categories = [row.category or ALL for row in rows]
         sums: dict[str, Acceptance] = defaultdict(Acceptance)
         for category, found in measured(

@@ -52,6 +52,7 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
     "--temp", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of the target's answers; 0 is greedy."
 )
 @click.option("--seed", type=int, default=0, show_default=True)
+@options.chat_template_config_option
 @click.option("--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, metavar="STEPS")
 @click.option(
     "--export",

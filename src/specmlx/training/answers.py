@@ -57,12 +57,14 @@ class Answers:
         temp: float = 0.0,
         seed: int = 0,
         max_lanes: int = 16,
+        chat_template_config: dict[str, Any] | None = None,
     ):
         self.jobs = Jobs(model, tokenizer, draft_model=None)
         self.path = path
         self.max_tokens, self.max_length = max_tokens, max_length
         self.sampler = make_sampler(temp) if temp else None
         self.seed, self.max_lanes = seed, max_lanes
+        self.chat_template_config = chat_template_config
         self.seconds, self.made = 0.0, 0
         self._known: dict[str, Dialogue | str] = dict(_read(path))
 
@@ -91,7 +93,7 @@ class Answers:
 
     def _make(self, rows: Sequence[Row]) -> list[Dialogue | str]:
         scheduler = self.jobs.scheduler(max_lanes=self.max_lanes)
-        prompts = [row.ids(self.jobs.tokenizer) for row in rows]
+        prompts = [row.ids(self.jobs.tokenizer, self.chat_template_config) for row in rows]
         answers: list[list[int]] = [[] for _ in rows]
         failures: list[Exception] = []
         for row, prompt, answer in zip(rows, prompts, answers, strict=True):

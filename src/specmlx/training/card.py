@@ -17,7 +17,7 @@ def finish(run: Run, arguments: Sequence[str], data: str, verifier: str) -> str:
     """Measure the drafter, and write it with its card to the run's `out`; one line that sums it up."""
     s = run.settings
     rows = [row for row in run.kept if row.text is None][:MOST]
-    prompts = [row.ids(run.tokenizer) for row in rows]
+    prompts = [row.ids(run.tokenizer, s.chat_template_config) for row in rows]
     options = dict(sampler=make_sampler(s.temp), seed=s.seed) if s.temp else {}
     total = Acceptance()
     for _, found in evaluate(

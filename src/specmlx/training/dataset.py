@@ -34,10 +34,11 @@ class Row:
     def held_out(self) -> bool:
         return int(self.key, 16) < HELD_OUT * 2**64
 
-    def ids(self, tokenizer: Any) -> list[int]:
+    def ids(self, tokenizer: Any, template_config: dict[str, Any] | None = None) -> list[int]:
         """The tokens of the prompt as the chat template renders it, or of the text.
 
-        Raises ValueError where there is no chat template, or it refuses the messages.
+        template_config: what the template is given by name, as {"enable_thinking": False}. Raises ValueError where
+        there is no chat template, or it refuses the messages.
         """
         if self.text is not None:
             return tokenizer.encode(self.text)
@@ -45,7 +46,9 @@ class Row:
             raise ValueError("the model's tokenizer has no chat template: give rows of text")
         tools = list(self.tools) if self.tools else None
         try:
-            return tokenizer.apply_chat_template(list(self.messages), tools=tools, add_generation_prompt=True)
+            return tokenizer.apply_chat_template(
+                list(self.messages), tools=tools, add_generation_prompt=True, **(template_config or {})
+            )
         # A template is a program that came with the model: it may raise anything.
         except Exception as error:
             asked = json.dumps(self.messages, ensure_ascii=False)[:80]

@@ -60,6 +60,7 @@ class Settings:
     max_length: int = 1024
     max_tokens: int = 256
     temp: float = 0.0
+    chat_template_config: dict[str, Any] | None = None
     pool: int = 64
     repeats: int = 2
     seed: int = 0
@@ -120,6 +121,7 @@ class Run:
             max_length=s.max_length,
             temp=s.temp,
             seed=s.seed,
+            chat_template_config=s.chat_template_config,
         )
         self.batches = Batches(
             self.answers,
@@ -216,7 +218,7 @@ class Run:
             raise ValueError(f"max_length is {asked}: the model has {most} positions")
         # What is wrong with the chat template is wrong for every chat: told before anything is written.
         if chats := [row for row in self.learned if row.text is None]:
-            chats[0].ids(self.tokenizer)
+            chats[0].ids(self.tokenizer, self.settings.chat_template_config)
 
     def _opened(self, settings: Settings, resume: bool) -> Settings:
         path = self.folder / SETTINGS
