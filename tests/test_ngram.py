@@ -88,6 +88,13 @@ def test_contexts_settle_pack_join_and_part():
     assert both.tokens.tolist() == [[2, 1], [7, 8]]
 
 
+def test_a_lane_that_observed_nothing_repeats_its_anchor_beside_others():
+    drafter = NGram()
+    joined = observed(drafter, [1, 2] * 200).joined([drafter.new_context()])
+    both = drafter.propose(joined, mx.array([1, 6], dtype=mx.int32), 3, Greedy())
+    assert both.tokens.tolist() == [[2, 1, 2], [6, 6, 6]]
+
+
 def test_nothing_is_proposed_where_nothing_was_observed():
     drafter = load_drafter("ngram", tiny(3))
     assert isinstance(drafter, Drafter)

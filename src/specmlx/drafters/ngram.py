@@ -127,7 +127,8 @@ def last_match(text: mx.array, length: mx.array, longest: int) -> tuple[mx.array
     matched = mx.where(at < length[:, None] - 1, matched, -1)
     best = mx.argmax(matched * capacity + at, axis=1).astype(mx.int32)
     found = mx.take_along_axis(matched, best[:, None], axis=1)[:, 0]
-    return best + 1, mx.maximum(found, 0).astype(mx.int32)
+    # Where there is no earlier token, the end itself.
+    return mx.minimum(best + 1, length - 1), mx.maximum(found, 0).astype(mx.int32)
 
 
 def write(buffer: mx.array, tokens: mx.array, start: mx.array, bound: int) -> mx.array:
