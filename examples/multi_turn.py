@@ -5,12 +5,12 @@ from specmlx import PromptCache, load, stream_generate
 model, tokenizer = load()
 # One cache serves many chats at once; prompts stay whole conversations, so nothing has to be kept but the messages.
 cache = PromptCache(max_bytes=1 << 30)
-messages = [{"role": "system", "content": "You count for people. " * 12}]
+messages = [{"role": "system", "content": "You answer in short forms. " * 12}]
 
 for question in [
-    "Can you count from 62 up to 73?",
-    "Can you count from 3 up to 14?",
-    "Can you count from 41 up to 52?",
+    "Please say the alphabet from h to q in small letters.",
+    "Show me a Python function that removes every boat from a list.",
+    "Emma learns the times table of 8. Write it from 5 to 10.",
 ]:
     messages.append({"role": "user", "content": question})
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)

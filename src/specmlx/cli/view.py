@@ -32,5 +32,7 @@ def view(trace: Path, output: Path | None) -> None:
     output = trace.with_suffix(".html") if output is None else output
     if output.resolve() == trace.resolve():
         raise ValueError(f"{output} is the trace itself: name another file with -o")
+    if not output.resolve().parent.is_dir():
+        raise ValueError(f"-o {output}: there is no directory {output.parent}")
     write_atomically(output, [html.encode()])
     note(f"{output}: open it in a browser")
