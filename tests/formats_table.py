@@ -1,6 +1,6 @@
-"""The formats that targets come in: what runs, what is refused, and which fixture and tests show it.
+"""The formats that targets come in: what runs, what is refused, which fixtures and tests show it.
 
-`python tests/formats_table.py` prints the table of docs/models.md.
+`python tests/formats_table.py` prints the table of docs/models.md; drafters_table.py has the drafters' rows.
 """
 
 import ast
@@ -8,21 +8,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).parent
+GOLDENS = TESTS / "goldens"
 
 
 @dataclass(frozen=True)
 class Row:
     """A format, its status, where its fixture is from, and the tests `file::function` that use it.
 
-    golden: a folder or file below tests/goldens, where there is one.
+    compared: with something independent; empty where nothing of the format runs. refused: what of the format is wrong.
+    golden: a folder or file below tests/goldens, where there is one; cases: the tests' own names of its models, which
+    must stand in a test file.
     """
 
     format: str
     status: str
     fixture: str
-    tests: tuple[str, ...]
+    compared: tuple[str, ...]
+    refused: tuple[str, ...]
     golden: str | None = None
+    cases: tuple[str, ...] = ()
 
+
+EXPERTS = "test_experts::test_experts_that_the_config_does_not_describe_are_refused_by_name"
+SCALES = (
+    "test_scaled::test_what_the_publishers_packages_write_is_refused_without_its_scales",
+    "test_scaled::test_a_negative_scale_of_the_publishers_packages_is_refused_by_name",
+)
 
 TARGETS = (
     Row(
@@ -30,12 +41,17 @@ TARGETS = (
         "runs; on the Linux CPU mlx-lm's logits bit for bit",
         "written by mlx-lm in the test",
         ("test_load_target::test_what_mlx_lm_writes_gives_mlx_lms_logits",),
+        ("test_load_target::test_what_is_no_target_is_refused_in_one_line",),
     ),
     Row(
         "Hugging Face `qwen3_5`",
         "runs; transformers' logits within 5e-4",
         "transformers 5.24",
         ("test_target_goldens::test_logits_and_taps_are_those_of_transformers",),
+        (
+            "test_target::test_a_geometry_that_is_no_hybrid_is_refused_by_name",
+            "test_load_target::test_what_is_no_target_is_refused_in_one_line",
+        ),
         "target_untied",
     ),
     Row(
@@ -47,6 +63,7 @@ TARGETS = (
             "test_experts::test_what_hugging_face_publishes_gives_mlx_lms_logits",
             "test_experts::test_what_mlx_lm_quantizes_keeps_its_routers_bits",
         ),
+        ("test_experts::test_a_missing_expert_is_refused_by_name", EXPERTS),
     ),
     Row(
         "`qwen3_next`, mlx-lm's and Hugging Face's",
@@ -56,6 +73,7 @@ TARGETS = (
             "test_experts::test_every_accepted_row_has_the_bits_of_mlx_lm_fed_token_by_token",
             "test_experts::test_what_hugging_face_publishes_gives_mlx_lms_logits",
         ),
+        (EXPERTS,),
     ),
     Row(
         "ModelOpt mixed precision (FP8, NVFP4, bf16), dense and with experts",
@@ -65,14 +83,15 @@ TARGETS = (
             "test_scaled::test_every_fp8_code_is_its_value_times_the_scale_of_its_tensor_or_row_to_the_last_bit",
             "test_scaled::test_every_fp4_code_under_every_block_scale_is_its_value_to_the_last_bit",
             "test_scaled::test_a_modelopt_checkpoint_gives_the_logits_of_the_dense_weights_that_it_means",
-            "test_scaled::test_what_can_not_be_right_is_refused_with_the_tensors_name",
         ),
+        ("test_scaled::test_what_can_not_be_right_is_refused_with_the_tensors_name",),
     ),
     Row(
         "compressed-tensors `nvfp4-pack-quantized`",
         "runs packed; transformers' logits on the package's values within 1e-3",
         "compressed-tensors 0.20.1",
         ("test_scaled::test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers",),
+        SCALES,
         "scaled/nvfp4-pack-quantized",
     ),
     Row(
@@ -80,6 +99,7 @@ TARGETS = (
         "as above",
         "compressed-tensors 0.20.1",
         ("test_scaled::test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers",),
+        SCALES,
         "scaled/float-quantized",
     ),
     Row(
@@ -87,6 +107,7 @@ TARGETS = (
         "as above",
         "compressed-tensors 0.20.1",
         ("test_scaled::test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers",),
+        SCALES,
         "scaled/float-quantized-block",
     ),
     Row(
@@ -94,6 +115,7 @@ TARGETS = (
         "as above",
         "transformers 5.24",
         ("test_scaled::test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers",),
+        SCALES,
         "scaled/fp8",
     ),
     Row(
@@ -104,12 +126,14 @@ TARGETS = (
             "test_gguf::test_every_value_of_a_type_is_the_one_that_ggufs_own_package_reads",
             "test_gguf::test_a_file_gives_the_logits_of_transformers_on_the_values_that_it_holds",
         ),
+        ("test_gguf::test_what_can_not_be_read_is_refused_in_one_line",),
         "gguf",
     ),
     Row(
         "GGUF: other architectures, Q2_K, Q3_K, IQ, TQ, MXFP4",
         "refused, with the tensor's name and type",
         "the same, edited",
+        (),
         ("test_gguf::test_what_can_not_be_read_is_refused_in_one_line",),
     ),
     Row(
@@ -120,6 +144,7 @@ TARGETS = (
             "test_any_lm::test_every_accepted_row_has_the_bits_of_one_row_a_pass",
             "test_any_lm::test_speculation_gives_the_tokens_of_mlx_lm",
         ),
+        ("test_load_target::test_what_is_no_target_is_refused_in_one_line",),
     ),
     Row(
         "a model object of mlx-lm's",
@@ -129,30 +154,40 @@ TARGETS = (
             "test_any_lm::test_a_hybrid_of_mlx_lm_is_rebuilt_on_the_same_arrays",
             "test_any_lm::test_generate_takes_what_mlx_lm_loads_and_its_list_of_caches",
         ),
+        ("test_any_lm::test_what_is_no_language_model_is_refused_in_one_line",),
     ),
 )
 
 
 def table(rows: tuple[Row, ...]) -> str:
     """A Markdown table of the rows."""
-    lines = ["| format | status | fixture | tests |", "|---|---|---|---|"]
+    lines = ["| format | status | fixture | compared in | refused in |", "|---|---|---|---|---|"]
     for row in rows:
-        files = ", ".join(f"`{name}.py`" for name in dict.fromkeys(test.partition("::")[0] for test in row.tests))
-        lines.append(f"| {row.format} | {row.status} | {row.fixture} | {files} |")
+        lines.append(
+            f"| {row.format} | {row.status} | {row.fixture} | {_files(row.compared)} | {_files(row.refused)} |"
+        )
     return "\n".join(lines)
 
 
+def _files(tests: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}.py`" for name in dict.fromkeys(test.partition("::")[0] for test in tests))
+
+
 def missing(rows: tuple[Row, ...]) -> list[str]:
-    """Tests and goldens that rows name and that are not there."""
+    """Tests, goldens, cases and packages that rows name and that are not there, and what a row needs and lacks."""
     found = []
     for row in rows:
-        for test in row.tests:
-            name, _, function = test.partition("::")
+        functions, strings = set(), set()
+        for name in {test.partition("::")[0] for test in row.compared + row.refused}:
             file = TESTS / f"{name}.py"
             tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
-            if function not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
-                found.append(test)
-        if row.golden and not (TESTS / "goldens" / row.golden).exists():
+            functions |= {f"{name}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
+            strings |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        found += [test for test in row.compared + row.refused if test not in functions]
+        found += [f"{row.format}: no {case}" for case in row.cases if case not in strings]
+        if not row.refused or (not row.compared and not row.status.startswith("refused")):
+            found.append(f"{row.format}: no test that compares or that refuses it")
+        if row.golden and not (GOLDENS / row.golden).exists():
             found.append(row.golden)
     return found
 

@@ -182,6 +182,24 @@ def test_projections_are_quantized_and_nothing_else(name):
         assert shown(drafter)[0].tokens.shape == (1, 4)
 
 
+@pytest.mark.parametrize("name", ["8", "4", "nvfp4", "mxfp4"])
+def test_quantized_projections_draft_as_their_dequantized_weights_do(name):
+    drafter, dense = golden_drafter("dspark"), golden_drafter("dspark")
+    DraftSettings(draft_quantize=name).apply(drafter)
+    before = shown(dense, 7)[1].logits
+    weights = {
+        f"{path}.weight": mx.dequantize(
+            *(module.weight, module.scales, module.get("biases")), module.group_size, module.bits, module.mode
+        ).astype(mx.float32)
+        for path, module in drafter.model.named_modules()
+        if isinstance(module, nn.QuantizedLinear)
+    }
+    dense.model.load_weights(list(weights.items()), strict=False)
+    after = shown(drafter, 7)[1].logits
+    assert mx.abs(after - shown(dense, 7)[1].logits).max().item() < 1e-4
+    assert mx.abs(after - before).max().item() > 1e-3
+
+
 def test_8_bits_draft_nearly_what_the_weights_draft():
     drafter = golden_drafter("dflash_full")
     before = shown(drafter)[1].logits

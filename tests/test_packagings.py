@@ -127,6 +127,13 @@ def test_a_head_beside_the_table_is_the_head(tmp_path):
     assert mx.allclose(propose(drafter)[0], propose(reference)[0], atol=1e-5).item()
 
 
+def test_a_table_of_its_own_that_does_not_fit_is_refused_by_name(tmp_path):
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tables = {"embed_tokens.weight": mx.zeros((VOCAB, HIDDEN)), name: mx.zeros((VOCAB - 1, HIDDEN))}
+        with pytest.raises(ValueError, match=rf"{name} is \[95, 64\], should be \[96, 64\]"):
+            load_drafter(write_drafter(tmp_path, lfm2(), {**own_weights(), **tables}), golden_target())
+
+
 @pytest.mark.parametrize("interleaved", [True, False])
 def test_interleaved_rope_turns_neighbours_and_neox_rope_halves(interleaved):
     D, theta = 8, 100.0

@@ -146,6 +146,7 @@ def test_what_a_copy_of_the_targets_config_says_of_the_target_is_passed_over():
         ({"dspark_target_layer_ids": [40], "architectures": ["DeepseekV4"]}, "DSpark head inside"),
         (nested(DFLASH, use_swa=True), "use_swa"),
         (nested(DFLASH, attention_sink_bias=True), "attention_sink_bias"),
+        (nested(DFLASH, log_snr_conditioning=True), "log_snr_conditioning"),
         ({**DFLASH, "quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq'"),
         ({**DFLASH, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
         ({**DFLASH, "rope_parameters": None}, "rope_theta"),
@@ -332,6 +333,17 @@ def test_a_quantized_export_proposes_as_its_dequantized_weights_do(case, bits, t
     expected.model.load_weights(list(dense.items()))
     assert mx.abs(propose(loaded) - propose(expected)).max().item() < 1e-4
     assert mx.abs(propose(loaded) - propose(golden_drafter(case))).max().item() > 1e-3
+
+
+@pytest.mark.parametrize("lacks", ["bits", "group_size"])
+def test_an_export_whose_config_says_too_little_is_refused(lacks, tmp_path):
+    drafter, quantization = golden_drafter("dflash_full"), {"group_size": 32, "bits": 4}
+    nn.quantize(drafter.model, **quantization, class_predicate=lambda name, _: name == "fc")
+    export = dict(tree_flatten(drafter.model.parameters()))
+    del quantization[lacks]
+    path = write_drafter(tmp_path, {**DFLASH, "quantization": quantization}, export)
+    with pytest.raises(ValueError, match=f"config.json's quantization has no {lacks}"):
+        load_drafter(path, golden_target())
 
 
 def test_a_quantized_markov_head_proposes_too(tmp_path):

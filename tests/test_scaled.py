@@ -1,6 +1,7 @@
 """FP8 and FP4 checkpoints stay packed: every code means what its format says, and what is absurd is refused."""
 
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
@@ -287,3 +288,29 @@ def test_what_the_publishers_packages_wrote_gives_the_logits_of_transformers(nam
     logits = model.verify(model.new_states(), expected["tokens"][None]).logits[0]
     assert mx.allclose(logits, expected["logits"], rtol=0, atol=1e-3).item()
     assert mx.array_equal(logits.argmax(-1), expected["logits"].argmax(-1)).item()
+
+
+@pytest.mark.parametrize("name", ["nvfp4-pack-quantized", "float-quantized", "float-quantized-block", "fp8"])
+@pytest.mark.parametrize("every", [False, True])
+def test_what_the_publishers_packages_write_is_refused_without_its_scales(name, every, tmp_path):
+    shutil.copytree(GOLDENS / name, tmp_path, dirs_exist_ok=True)
+    scales = sorted(key for key in mx.load(str(GOLDENS / name / "model.safetensors")) if "scale" in key)
+    stem = scales[0].rpartition(".")[0]
+    for scale in scales:
+        if every or scale.startswith(stem):
+            spoil(tmp_path, scale, lambda *_: None)
+    with pytest.raises(ValueError, match="scale is missing|but no weight_scale") as error:
+        load_target(tmp_path)
+    assert f"{stem}.weight" in str(error.value) or every
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-pack-quantized", "float-quantized", "float-quantized-block", "fp8"])
+def test_a_negative_scale_of_the_publishers_packages_is_refused_by_name(name, tmp_path):
+    shutil.copytree(GOLDENS / name, tmp_path, dirs_exist_ok=True)
+    weights = mx.load(str(GOLDENS / name / "model.safetensors"))
+    scale = next(key for key, w in weights.items() if "_scale" in key and w.dtype != mx.uint8 and "input" not in key)
+    spoil(tmp_path, scale, lambda dtype, shape, data: (dtype, shape, data[:-1] + bytes([data[-1] | 0x80])))
+    with pytest.raises(ValueError, match="zero, negative or not finite") as error:
+        load_target(tmp_path)
+    assert scale.rpartition(".")[0] in str(error.value)

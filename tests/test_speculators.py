@@ -187,6 +187,8 @@ def test_causality_is_the_packages_word_or_the_kinds_default(case, said, sliding
             "does the anchor's row propose a token",
         ),
         (changed("dspark", speculators_config=proposals(4)), "does the anchor's row propose a token"),
+        (changed("dflash2", sample_from_anchor=True), "does the anchor's row propose a token"),
+        (changed("dflash2", aux_hidden_state_layer_ids="absent"), "which of the target's layers feed it"),
         (changed("dspark", aux_hidden_state_layer_ids="absent"), "which of the target's layers feed it"),
         (changed("dspark", transformer_layer_config="absent"), "of what size are its layers"),
         (changed("dspark", target_hidden_size=64), "target_hidden_size is 64, the layers' hidden_size 32"),

@@ -34,6 +34,9 @@ def read_scaled(weights: dict[str, mx.array], config: dict[str, Any]) -> dict[st
     block = _block_size(config)
     names = {name.rpartition(".")[0] for name in weights if name.endswith(_MARKS)}
     found = {name: value for name, value in weights.items() if not _is_part(name, names)}
+    for name, value in found.items():
+        if name.endswith(".weight") and value.dtype == mx.uint8:
+            raise ValueError(f"{name} has FP8 or FP4 codes but no weight_scale: can't tell what they stand for")
     for name in sorted(names):
         parts = {part: weights[name + part] for part in _PARTS if name + part in weights}
         layer = _layer(name, parts, block)

@@ -68,7 +68,7 @@ def load_target(
     tensors = tensors_of(path)
     check_sizes(config, tensors, path)
     try:
-        if hybrid and is_scaled(tensors):
+        if hybrid and (is_scaled(tensors) or any(entry.dtype.startswith("F8") for entry in tensors.values())):
             model = _load_scaled(path, config, strict)
         else:
             model, config = load_model(
