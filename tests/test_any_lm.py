@@ -347,7 +347,7 @@ def test_block_drafters_run_on_the_taps_embedding_and_head_of_any_model(name, ki
         "block_size": 5,
         "dflash_config": dict(target_layer_ids=[0, 2], mask_token_id=95, **(dspark if kind == "dspark" else {})),
     }
-    assert check_pair(config, model.config) == []
+    assert check_pair(model.config, config) == []
     drafter = build(DrafterConfig.from_dict(config), model)
     prompt = tokens(5, 30)[0].tolist()
     theirs = [int(token) for token, _ in generate_step(mx.array(prompt), model.lm, max_tokens=30)]

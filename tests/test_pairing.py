@@ -49,8 +49,11 @@ def propose(drafter) -> mx.array:
 
 @pytest.mark.parametrize("config", [DFLASH, DFLASH2, DSPARK, RADIXARK])
 def test_a_pair_that_fits_has_no_reasons_against_it(config):
-    assert check_pair(config, TARGET) == []
-    assert check_pair(DrafterConfig.from_dict(config), TARGET) == []
+    assert check_pair(TARGET, config) == []
+    assert check_pair(TARGET, DrafterConfig.from_dict(config)) == []
+    sizes = {name: getattr(TARGET, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
+    assert check_pair({"text_config": sizes}, config) == [] != check_pair(sizes | {"hidden_size": 1}, config)
+    assert check_pair({}, config) == ["the target's config.json gives no hidden_size"]
 
 
 @pytest.mark.parametrize(
@@ -66,13 +69,13 @@ def test_a_pair_that_fits_has_no_reasons_against_it(config):
     ],
 )
 def test_a_reason_names_both_values(config, both):
-    (reason,) = check_pair(config, TARGET)
+    (reason,) = check_pair(TARGET, config)
     assert all(value in reason for value in both), reason
     assert "\n" not in reason
 
 
 def test_all_reasons_are_given_at_once():
-    assert len(check_pair({**DFLASH, "hidden_size": 32, "vocab_size": 64}, TARGET)) == 2
+    assert len(check_pair(TARGET, {**DFLASH, "hidden_size": 32, "vocab_size": 64})) == 2
 
 
 def test_taps_are_taken_as_layer_outputs_unshifted():
@@ -163,7 +166,7 @@ def test_what_can_not_be_loaded_yet_is_named_in_one_line(config, says):
     with pytest.raises(ValueError, match=says) as error:
         DrafterConfig.from_dict(config)
     assert "\n" not in str(error.value)
-    assert check_pair(config, TARGET) == [str(error.value)]
+    assert check_pair(TARGET, config) == [str(error.value)]
 
 
 def places(value, path=()):
@@ -189,7 +192,7 @@ def test_values_of_any_type_anywhere_end_in_reasons_of_one_line_or_in_a_drafter(
                 for key in place[:-1]:
                     inner = inner[key]
                 inner[place[-1]] = value
-                reasons = check_pair(changed, TARGET)
+                reasons = check_pair(TARGET, changed)
                 assert all("\n" not in reason for reason in reasons)
                 if not reasons and not is_language_model(changed):
                     build(DrafterConfig.from_dict(changed), golden_target())

@@ -133,7 +133,7 @@ def test_a_directory_loads_where_its_tokens_are_the_targets(tmp_path):
     same = directory(tmp_path / "same", LLAMA, weights, tokenizer("a", "b"))
     drafter = load_drafter(str(same), target)
     assert isinstance(drafter, SmallLM) and isinstance(drafter, Drafter)
-    assert check_pair(LLAMA, target.config) == []
+    assert check_pair(target.config, LLAMA) == []
     other = directory(tmp_path / "other", LLAMA, weights, tokenizer("b", "a"))
     with pytest.raises(ValueError, match="has other tokens than the target: 'b' is 0 there, 1 here"):
         load_drafter(str(other), target)
@@ -149,7 +149,7 @@ def test_a_recurrent_model_and_a_batch_are_refused(tmp_path):
     target = tiny(3)
     with pytest.raises(ValueError, match="qwen3_5 has recurrent layers"):
         load_drafter(str(directory(tmp_path, TINY, {})), target)
-    (reason,) = check_pair(TINY, target.config)
+    (reason,) = check_pair(target.config, TINY)
     assert "recurrent layers" in reason
     hybrid = qwen3_5.Model(qwen3_5.ModelArgs.from_dict({"model_type": "qwen3_5", "text_config": TINY}))
     with pytest.raises(ValueError, match="caches that can't be trimmed"):

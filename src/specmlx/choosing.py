@@ -46,7 +46,7 @@ def has_mtp(path: Path) -> bool:
 
 def _fits(repo: CachedRepo, target: TargetSizes) -> bool:
     try:
-        return not is_language_model(repo.config) and not check_pair(repo.config, target)
+        return not is_language_model(repo.config) and not check_pair(target, repo.config)
     # Values of a stranger's config may be of any type.
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         return False

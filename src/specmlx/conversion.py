@@ -159,7 +159,7 @@ def _drafter(
     config = read_config(path)
     if is_language_model(config):
         raise ValueError(f"{path} is a language model: it needs no conversion, name it as draft_model")
-    if reasons := check_pair(config, target.config):
+    if reasons := check_pair(target.config, config):
         raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
     if is_split_mtp(config):
         return path, config

@@ -154,7 +154,7 @@ def _load_drafter(
 def _check_before(name: str, model: Model | AnyLM) -> None:
     """Raise ValueError where a drafter on the Hub can't serve the target, before its weights are downloaded."""
     if is_id(name) and not name.startswith(f"{DEMO}/") and (config := download_config(name)) is not None:
-        if not is_language_model(config) and (reasons := check_pair(config, model.config)):
+        if not is_language_model(config) and (reasons := check_pair(model.config, config)):
             raise ValueError(f"the drafter {name} can't serve this target: {'; '.join(reasons)}")
 
 

@@ -43,7 +43,7 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
     config = read_config(path)
     if is_split_mtp(config):
         return load_mtp(path, target, dtype)
-    if reasons := check_pair(config, target.config):
+    if reasons := check_pair(target.config, config):
         raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
     check_sizes(config, tensors_of(path), path)
     parsed = DrafterConfig.from_dict(config)

@@ -1,5 +1,6 @@
 """Which drafter fits which target, told before any weight is read."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specmlx.drafters.config import DrafterConfig, is_language_model
@@ -14,8 +15,28 @@ class TargetSizes(Protocol):
     vocab_size: int
 
 
-def check_pair(config: dict[str, Any] | DrafterConfig, target_config: TargetSizes) -> list[str]:
-    """Why a drafter can't serve a target, from its config.json (or what was read of it); empty if it can."""
+@dataclass(frozen=True)
+class _Sizes:
+    hidden_size: int
+    num_hidden_layers: int
+    vocab_size: int
+
+
+SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
+Reason = str
+"""A line that names both values."""
+
+
+def check_pair(
+    target_config: TargetSizes | dict[str, Any], drafter_config: dict[str, Any] | DrafterConfig
+) -> list[Reason]:
+    """Why a drafter can't serve a target, by their config.json (or what was read of them); empty if it can."""
+    config = drafter_config
+    if isinstance(target_config, dict):
+        text = {**target_config, **(target_config.get("text_config") or {})}
+        if missing := [name for name in SIZES if not isinstance(text.get(name), int)]:
+            return [f"the target's config.json gives no {missing[0]}"]
+        target_config = _Sizes(*(text[name] for name in SIZES))
     if not isinstance(config, DrafterConfig):
         try:
             check_types(config)

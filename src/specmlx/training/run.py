@@ -250,7 +250,7 @@ class Run:
 
     def _drafter(self) -> BlockDrafter:
         s = self.settings
-        if reasons := check_pair(s.config, self.model.config):
+        if reasons := check_pair(self.model.config, s.config):
             raise ValueError(f"such a drafter can't serve this target: {'; '.join(map(str, reasons))}")
         if s.init:
             return _begun_with(s.init, self.model)
