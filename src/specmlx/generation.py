@@ -180,6 +180,8 @@ def _responses(
         if full:
             options["max_tokens"] = left
         owner = conversation.claim()
+        # A CPU has nothing to overlap with its host, and a round that is dropped at the end has cost a whole one.
+        options["lookahead"] = mx.default_device() != mx.cpu
         phases, target, by = Phases(stats) if profile else None, model, drafter
         if phases is not None:
             target, policy = ProfiledTarget(model, phases), ProfiledPolicy(policy, phases)
