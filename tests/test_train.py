@@ -26,11 +26,12 @@ from specmlx.generation import stream_generate
 from specmlx.loading import load, load_drafter
 from specmlx.receipts.evaluation import Acceptance
 from specmlx.targets.config import HybridConfig
-from specmlx.training.answers import Answers, Dialogue, distinct_3grams
+from specmlx.training.answers import Answers, Dialogue
 from specmlx.training.batches import Batches
 from specmlx.training.dataset import Row, read_rows
 from specmlx.training.geometry import KINDS, drafter_config
 from specmlx.training.loop import Schedule, train
+from specmlx.training.repetition import distinct_3grams
 from specmlx.training.run import Run, Settings, check_target
 
 FORMS = [

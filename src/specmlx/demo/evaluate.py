@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import click
 
 from specmlx.demo.tasks import KINDS, Example, held_out_examples
+from specmlx.training.repetition import distinct_3grams
 
 PER_KIND = 40
 
@@ -34,12 +35,6 @@ class Answers:
 
     def __add__(self, other: "Answers") -> "Answers":
         return Answers(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
-
-
-def distinct_3grams(tokens: list[int]) -> float:
-    """Share of a text's token 3-grams that are distinct; 1 for a text of fewer than three tokens."""
-    grams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 def answer(model, tokenizer, examples: list[Example], max_tokens: int = 160, **options) -> dict[str, Answers]:

@@ -15,6 +15,7 @@ import numpy as np
 from specmlx.batch import Jobs
 from specmlx.speculation.sampling import make_sampler
 from specmlx.training.dataset import Row
+from specmlx.training.repetition import distinct_3grams
 
 # An answer of this many tokens or more that repeats itself teaches a drafter nothing but loops.
 LOOP_LENGTH, DISTINCT = 24, 0.5
@@ -31,12 +32,6 @@ class Dialogue:
     def weights(self) -> np.ndarray:
         """`[L]` float32 for ids `[L + 1]`: 1 where the token after a position belongs to the answer."""
         return (np.arange(1, len(self.ids)) >= self.start).astype(np.float32)
-
-
-def distinct_3grams(tokens: Sequence[int]) -> float:
-    """Share of a text's token 3-grams that are distinct; 1 for a text of fewer than three tokens."""
-    grams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
-    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 class Answers:
