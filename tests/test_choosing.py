@@ -1,6 +1,7 @@
 """Drafters that are found by themselves: which of those in a Hub cache is taken, and what is said where none is."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from specmlx.catalog import KNOWN, billions
 from specmlx.choosing import choose_drafter
 from specmlx.cli import main
+from specmlx.cli.models import for_models
 from specmlx.hub import PATTERNS, base_models, cached_id, cached_repos, download
 from specmlx.loading import load, load_drafter, resolve
 
@@ -164,7 +166,9 @@ def test_models_lists_what_is_known_and_what_is_here(local_cache, target):
     first = found["targets"][0]
     assert first["cached"] == ["Qwen/Qwen3.8-27B"] and first["fits"] == (27e9 * 4.5 / 8 <= found["memory_gb"] * 1e9)
     assert [other["id"] for other in found["others_cached"]] == ["me/mine"]
+    assert for_models(48 << 30, 64 << 30)[0] == 48 << 30 and for_models(None, 64 << 30)[0] == 48 << 30
     text = CliRunner().invoke(main, ["models"]).output
+    assert re.match(r"[\d.]+ GB for models on this machine \((the working set|75% of its memory)", text)
     assert "τ 4.8 (Inco's article" in text and "me/mine" in text and "[in the cache]" in text
 
 

@@ -13,10 +13,10 @@ from rig import tiny, tokens
 from specmlx.drafters.markov import MarkovHead
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.ngram import NGram
-from specmlx.drafters.settings import FREQUENCIES, DraftSettings
+from specmlx.drafters.settings import FREQUENCIES, DraftSettings, default_quantization
 from specmlx.drafters.vocabulary import DraftVocabulary, dense_rows, take_rows
 from specmlx.formats.scaled import read_scaled
-from specmlx.formats.scaled_linear import place
+from specmlx.formats.scaled_linear import ScaledLinear, place
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
 
@@ -214,6 +214,15 @@ def test_nothing_is_quantized_by_default_where_there_is_no_metal():
     DraftSettings().apply(drafter)
     if not mx.metal.is_available():
         assert [value.dtype for _, value in tree_flatten(drafter.model.parameters())] == before
+
+
+def test_the_default_is_4_bits_on_metal_for_what_is_not_packed_yet_and_none_elsewhere():
+    model = golden_drafter("dflash_full").model
+    assert [default_quantization(model, metal) for metal in (True, False)] == ["4", "none"]
+    scaled = ScaledLinear("nvfp4")
+    for packed in (nn.QuantizedLinear(64, 64), scaled):
+        model.fc = packed
+        assert [default_quantization(model, metal) for metal in (True, False)] == ["none", "none"]
 
 
 # What is refused

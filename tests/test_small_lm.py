@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 from drafter_kit import Greedy, write_drafter
 from mlx.utils import tree_flatten
-from mlx_lm.models import llama, qwen3_5
+from mlx_lm.models import gemma3_text, llama, qwen3_5
 from rig import TINY, tiny
 
 from specmlx.drafters.pairing import check_pair
@@ -74,6 +74,28 @@ def test_rows_that_are_taken_back_and_proposals_that_are_dropped_leave_no_trace(
     context.settle(2)
     assert context.ids == [5, 9, 3, 1, 2]
     assert drafter.propose(context, anchor(6), 4, Greedy()).tokens[0].tolist() == alone(model, [5, 9, 3, 1, 2, 6], 4)
+
+
+def test_drafts_past_a_sliding_window_are_the_models_own_whatever_was_taken_back():
+    sizes = dict(sliding_window=12, sliding_window_pattern=2, head_dim=16, num_key_value_heads=1)
+    sizes |= dict(query_pre_attn_scalar=16, model_type="gemma3_text")
+    mx.random.seed(2)
+    model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict({**LLAMA, **sizes}))
+    drafter, text = SmallLM(model, 96, 4), [i * i % 89 for i in range(300)]
+    context = drafter.new_context()
+    drafter.observe(context, mx.array([text[:-1]], dtype=mx.int32), None, len(text) - 1)
+    for accepted in (0, 4, 2, 1) * 5:
+        drafts = drafter.propose(context, anchor(text[-1]), 4, Greedy()).tokens[0].tolist()
+        own = mx.argmax(model(mx.array([text + drafts]))[0, len(text) - 1 : -1], axis=-1)
+        assert drafts == own.tolist()
+        # A round that is dropped, and this one.
+        drafter.observe(context, mx.array([[5] * 16], dtype=mx.int32), None, 16)
+        drafter.propose(context, anchor(1), 4, Greedy())
+        context.settle(0)
+        drafter.observe(context, mx.array([[text[-1], *drafts]], dtype=mx.int32), None, accepted + 1)
+        text += [*drafts[:accepted], (drafts[accepted] + 1) % 96 if accepted < 4 else 7]
+    context.ids = text = text[:50]
+    assert drafter.propose(context, anchor(9), 4, Greedy()).tokens[0].tolist() == alone(model, [*text, 9], 4)
 
 
 def test_a_long_prompt_is_run_in_parts():

@@ -11,6 +11,7 @@ import click
 
 from specmlx.cli import options
 from specmlx.cli.drafting import DraftFlags, draft_options
+from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, note, prefill_status, show_status
 
 HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answer"
@@ -24,7 +25,7 @@ HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answe
 @options.system_prompt_option
 @options.chat_template_config_option
 @options.max_tokens_option(256)
-@options.sampling_options
+@sampling_options
 @options.prefill_step_size_option
 @options.prompt_cache_bytes_option
 @click.option(
@@ -38,7 +39,7 @@ HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answe
 @options.kv_options
 def chat(
     target: options.ModelFlags,
-    sampling: options.SamplingFlags,
+    sampling: SamplingFlags,
     kv: options.KVFlags,
     draft_model: str,
     drafting: DraftFlags,

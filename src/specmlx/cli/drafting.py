@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import click
 
-from specmlx.cli.options import grouped
+from specmlx.cli.flags import grouped
 
 
 @dataclass(frozen=True)

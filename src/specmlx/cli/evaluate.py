@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmlx.cli import options
+from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, show_status
 
 if TYPE_CHECKING:
@@ -22,13 +23,13 @@ ALL = "all"
 @click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Most prompts.")
 @click.option("--held-out", is_flag=True, help="Only the rows that specmlx train keeps apart for measuring.")
 @options.max_tokens_option(256)
-@options.sampling_options
+@sampling_options
 @options.chat_template_config_option
 @click.option("--chip", metavar="NAME", help="Also estimate the byte limit on this chip, like 'M4 Max 40-core'.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(
     target: options.ModelFlags,
-    sampling: options.SamplingFlags,
+    sampling: SamplingFlags,
     draft_model: str,
     data: str,
     limit: int,

@@ -10,6 +10,7 @@ import click
 
 from specmlx.cli import options
 from specmlx.cli.drafting import DraftFlags, draft_options
+from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, note, prefill_status
 
 # A held-out question of the demo's: its training never saw it.
@@ -25,7 +26,7 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @options.template_options
 @click.option("--prefill-response", metavar="TEXT", help="How the answer begins.")
 @options.max_tokens_option(100)
-@options.sampling_options
+@sampling_options
 @click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer; may be repeated.")
 @click.option("--extra-eos-token", multiple=True, metavar="TOKEN", help="Also a stop token; may be repeated.")
 @options.prefill_step_size_option
@@ -41,7 +42,7 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @options.unsupported("--image", multiple=True)
 def generate(
     target: options.ModelFlags,
-    sampling: options.SamplingFlags,
+    sampling: SamplingFlags,
     template: options.TemplateFlags,
     kv: options.KVFlags,
     draft_model: str,

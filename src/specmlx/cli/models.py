@@ -9,6 +9,8 @@ from specmlx.cli.terminal import answers
 
 # Bits of a weight in mlx's 4-bit format with groups of 64.
 BITS = 4.5
+# Of the memory of a machine whose device recommends nothing (a CPU): the rest is the system's and the conversation's.
+SHARE = 0.75
 
 
 @click.command(short_help="List known targets and drafters.")
@@ -23,7 +25,7 @@ def models(as_json: bool) -> None:
     if as_json:
         print(json.dumps(found), file=out)
         return
-    print(f"{found['memory_gb']:.0f} GB for models on this machine", file=out)
+    print(f"{found['memory_gb']:.1f} GB for models on this machine ({found['memory_is']})", file=out)
     for target in found["targets"]:
         print(f"\n{target['ids'][0]}{_size(target)}{_here(target['cached'])}", file=out)
         for drafter in target["drafters"]:
@@ -42,6 +44,13 @@ def models(as_json: bool) -> None:
         print(f"  {other['id']:<42} {other['what']}, {other['gb']:.1f} GB", file=out)
 
 
+def for_models(recommended: int | None, memory: int | None) -> tuple[float, str]:
+    """Bytes that models may take, and what they are: what the device recommends, else a share of all memory."""
+    if recommended:
+        return recommended, "the working set that its GPU recommends"
+    return SHARE * (memory or 0), f"{SHARE:.0%} of its memory"
+
+
 def _found() -> dict[str, Any]:
     import mlx.core as mx
 
@@ -51,7 +60,7 @@ def _found() -> dict[str, Any]:
     from specmlx.receipts.machine import this_machine
 
     info = mx.device_info() if mx.default_device() == mx.gpu else {}
-    memory = info.get("max_recommended_working_set_size") or this_machine().memory or 0
+    memory, memory_is = for_models(info.get("max_recommended_working_set_size"), this_machine().memory)
     cached = {repo.id.lower(): repo for repo in cached_repos()}
     listed = set()
 
@@ -83,7 +92,7 @@ def _found() -> dict[str, Any]:
         except (ValueError, OSError):
             continue
         others.append({"id": repo.id, "what": f"{found.what}, {found.kind}", "gb": found.bytes / 1e9})
-    return {"memory_gb": memory / 1e9, "targets": targets, "others_cached": others}
+    return {"memory_gb": memory / 1e9, "memory_is": memory_is, "targets": targets, "others_cached": others}
 
 
 def _size(target: dict[str, Any]) -> str:

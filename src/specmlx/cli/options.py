@@ -1,22 +1,19 @@
 """Flags that several commands share, each group of them one value of a command."""
 
 import contextlib
-import functools
-import json
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from specmlx.cli.flags import grouped, json_object
 from specmlx.cli.template import render
 from specmlx.cli.terminal import status
 
 if TYPE_CHECKING:
     from specmlx.cli.drafting import DraftFlags
-    from specmlx.speculation.processors import Processor
-    from specmlx.speculation.sampling import Sampler
     from specmlx.state.quantized_kv import KVFormat
 
 DEMO = "demo"
@@ -52,61 +49,6 @@ class ModelFlags:
                 consistent=self.consistent,
                 tokenizer_config=tokenizer_config,
             )
-
-
-@dataclass(frozen=True)
-class SamplingFlags:
-    """Everything that turns logits into tokens."""
-
-    temp: float
-    top_p: float
-    min_p: float
-    top_k: int
-    min_tokens_to_keep: int
-    xtc_probability: float
-    xtc_threshold: float
-    seed: int | None
-    logit_bias: dict[int, float] | None
-    repetition_penalty: float | None
-    repetition_context_size: int
-    presence_penalty: float | None
-    presence_context_size: int
-    frequency_penalty: float | None
-    frequency_context_size: int
-
-    def sampler(self, tokenizer: Any = None) -> "Sampler":
-        """XTC spares line ends and stop tokens once the tokenizer is known, as in mlx_lm. Raises ValueError."""
-        from specmlx.speculation.sampling import make_sampler
-
-        sampler = make_sampler(
-            temp=self.temp,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            min_tokens_to_keep=self.min_tokens_to_keep,
-            top_k=self.top_k,
-            xtc_probability=self.xtc_probability,
-            xtc_threshold=self.xtc_threshold,
-        )
-        if tokenizer is None:
-            return sampler
-        return replace(sampler, xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids))
-
-    def processor_settings(self) -> dict[str, Any]:
-        """Keywords of specmlx's and of mlx_lm's make_logits_processors."""
-        kinds = ("repetition", "presence", "frequency")
-        names = [f"{kind}_{what}" for kind in kinds for what in ("penalty", "context_size")]
-        return {name: getattr(self, name) for name in ("logit_bias", *names)}
-
-    def processors(self) -> "list[Processor]":
-        """Raises ValueError for bad values."""
-        from specmlx.speculation.processors import make_logits_processors
-
-        return make_logits_processors(**self.processor_settings())
-
-    def check(self) -> None:
-        """Raise ValueError for bad values: to be called before a model is loaded."""
-        self.sampler()
-        self.processors()
 
 
 @dataclass(frozen=True)
@@ -150,53 +92,6 @@ def loading(name: str) -> Iterator[None]:
         # Settings in a checkpoint may be of any type, and so may what reading them raises.
         except Exception as error:
             raise ValueError(f"can't load {name}: {error!r}") from error
-
-
-def grouped(name: str, kind: type, *options: Callable) -> Callable:
-    """A decorator that gives a command the options, and their values as one argument `name` of the dataclass `kind`."""
-
-    def decorate(command: Callable) -> Callable:
-        @functools.wraps(command)
-        def call(**flags: Any) -> Any:
-            own = {field.name: flags.pop(field.name) for field in fields(kind)}
-            return command(**flags, **{name: kind(**own)})
-
-        for option in reversed(options):
-            call = option(call)
-        return call
-
-    return decorate
-
-
-def together(*options: Callable) -> Callable:
-    """One decorator for several options."""
-
-    def decorate(command: Callable) -> Callable:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-def json_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    try:
-        parsed = json.loads(value)
-    except ValueError as error:
-        raise click.BadParameter(f"not JSON ({error}).") from None
-    if not isinstance(parsed, dict):
-        raise click.BadParameter('not a JSON object like {"name": true}.')
-    return parsed
-
-
-def _logit_bias(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[int, float] | None:
-    parsed = json_object(ctx, param, value)
-    try:
-        return None if parsed is None else {int(token): float(bias) for token, bias in parsed.items()}
-    except (TypeError, ValueError):
-        raise click.BadParameter('it must map token ids to numbers, like {"42": -1.5}.') from None
 
 
 def _max_tokens(ctx: click.Context, param: click.Parameter, value: int) -> int:
@@ -327,26 +222,6 @@ prompt_cache_bytes_option = click.option(
     type=click.IntRange(min=0),
     metavar="N",
     help="What snapshots of prompts may take; default: a quarter of the memory that the device recommends to use.",
-)
-
-sampling_options = grouped(
-    "sampling",
-    SamplingFlags,
-    click.option("--temp", type=float, default=0.0, show_default=True, help="Temperature; 0 is greedy."),
-    click.option("--top-p", type=float, default=1.0, show_default=True, help="Keep this probability mass."),
-    click.option("--min-p", type=float, default=0.0, help="Keep what has this share of the top probability."),
-    click.option("--top-k", type=int, default=0, help="Keep this many tokens; 0 is all."),
-    click.option("--min-tokens-to-keep", type=int, default=1, help="How many --min-p always keeps."),
-    click.option("--xtc-probability", type=float, default=0.0, help="How often XTC removes the top choices."),
-    click.option("--xtc-threshold", type=float, default=0.1, help="What counts as a top choice to XTC."),
-    click.option("--seed", type=int, help="Same text every time, with any drafter or none."),
-    click.option("--logit-bias", metavar="JSON", callback=_logit_bias, help='Like {"42": -1.5}, by token id.'),
-    click.option("--repetition-penalty", type=float, help="Divides the logits of repeated tokens."),
-    click.option("--repetition-context-size", type=int, default=20, help="Tokens looked back at; 0 is all."),
-    click.option("--presence-penalty", type=float, help="Subtracted once from tokens that occurred."),
-    click.option("--presence-context-size", type=int, default=20),
-    click.option("--frequency-penalty", type=float, help="Subtracted for each time a token occurred."),
-    click.option("--frequency-context-size", type=int, default=20),
 )
 
 system_prompt_option = click.option("--system-prompt", metavar="TEXT", help="System message of the chat.")

@@ -12,6 +12,7 @@ import click
 
 from specmlx.cli import options, parity_report
 from specmlx.cli.drafting import DraftFlags, draft_options
+from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, status
 
 MLX_LM = "mlx-lm"
@@ -41,13 +42,13 @@ PROMPTS = (
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
 @options.template_options
 @options.max_tokens_option(100)
-@options.sampling_options
+@sampling_options
 @options.prefill_step_size_option
 @click.option("--reference", type=click.Choice([MLX_LM]), help="Also mlx_lm's own decoding of the same files.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def parity(
     target: options.ModelFlags,
-    sampling: options.SamplingFlags,
+    sampling: SamplingFlags,
     template: options.TemplateFlags,
     draft_model: tuple[str, ...],
     drafting: DraftFlags,
@@ -95,7 +96,7 @@ def parity(
 
 
 def _check(
-    target: options.ModelFlags, sampling: options.SamplingFlags, draft_model: tuple[str, ...], reference: str | None
+    target: options.ModelFlags, sampling: SamplingFlags, draft_model: tuple[str, ...], reference: str | None
 ) -> None:
     sampling.check()
     if "none" in draft_model:
@@ -154,7 +155,7 @@ def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str, d
 
 
 def _reference(
-    target: options.ModelFlags, sampling: options.SamplingFlags, tokenizer: Any, ids: list[list[int]], max_tokens: int
+    target: options.ModelFlags, sampling: SamplingFlags, tokenizer: Any, ids: list[list[int]], max_tokens: int
 ) -> dict[str, list]:
     from specmlx.loading import resolve
     from specmlx.receipts.parity import decode_mlx_lm

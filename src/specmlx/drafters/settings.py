@@ -14,6 +14,8 @@ from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.small_lm import SmallLM
 from specmlx.drafters.vocabulary import shorten
+from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
+from specmlx.kernels.backend import on_metal
 
 FREQUENCIES = "token_frequencies.json"
 # mode, bits and group size by name.
@@ -26,6 +28,13 @@ QUANTIZATIONS = {
 NONE = "none"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc")
 _HEADS = ("markov_head", "confidence_head", "candidate_selector")
+
+
+def default_quantization(model: nn.Module, metal: bool) -> str:
+    """What a drafter's projections become where nothing is asked for: 4 bits on Metal unless some are packed."""
+    packed = (nn.QuantizedLinear, ScaledLinear, BlockScaledLinear)
+    stored = any(isinstance(module, packed) for _, module in model.named_modules())
+    return "4" if metal and not stored else NONE
 
 
 @dataclass(frozen=True)
@@ -105,10 +114,7 @@ class DraftSettings:
         return mx.array(ids[: self.draft_vocab], dtype=mx.int32)
 
     def _quantize(self, model: nn.Module) -> None:
-        name = self.draft_quantize
-        if name is None:
-            stored = any(isinstance(module, nn.QuantizedLinear) for _, module in model.named_modules())
-            name = "4" if mx.metal.is_available() and not stored else NONE
+        name = self.draft_quantize or default_quantization(model, on_metal())
         if name == NONE:
             return
         mode, bits, group_size = QUANTIZATIONS[name]

@@ -12,11 +12,14 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from specmlx.drafters.pairing import lm_reasons
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.formats.checkpoint import read_config
+from specmlx.state.caches import in_order
 from specmlx.targets.checkpoint import load_target
 
 MAX_WIDTH = 7
 """γ: every drafted token is a pass over the small model."""
 _CHUNK = 512
+# Rows that are taken back at once, at most: drafts that were rejected, and rows of a round that was dropped.
+_SPARE = 64
 
 
 class LMContext:
@@ -24,7 +27,8 @@ class LMContext:
 
     def __init__(self, model: nn.Module):
         self.ids: list[int] = []
-        self.caches = make_prompt_cache(model)
+        self.model = model
+        self.caches = _caches(model)
         self.rows: list[int] = []
         self.drafts: mx.array | None = None
         # Ids before the last observation, and what it had.
@@ -42,7 +46,10 @@ class LMContext:
             self.drafts = None
         same = next((i for i, (a, b) in enumerate(zip(self.rows, self.ids, strict=False)) if a != b), None)
         same = min(len(self.rows), len(self.ids)) if same is None else same
-        trim_prompt_cache(self.caches, len(self.rows) - same)
+        if (gone := len(self.rows) - same) > _SPARE:
+            self.caches, same = _caches(self.model), 0
+        else:
+            trim_prompt_cache(self.caches, gone)
         self.rows = self.ids[:same]
         return self.ids[same:]
 
@@ -62,7 +69,7 @@ class SmallLM:
 
     def __init__(self, model: nn.Module, vocab_size: int, max_width: int = MAX_WIDTH):
         """`vocab_size` is the target's. Raises ValueError for a model whose caches can't be trimmed."""
-        if not can_trim_prompt_cache(make_prompt_cache(model)):
+        if not can_trim_prompt_cache(_caches(model)):
             raise ValueError(f"a {type(model).__module__} has caches that can't be trimmed: it can't be a drafter")
         self.model = model
         self.vocab_size = vocab_size
@@ -117,6 +124,11 @@ class SmallLM:
         if missing <= 0:
             return logits[..., : self.vocab_size]
         return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=-mx.inf)
+
+
+def _caches(model: nn.Module) -> list:
+    """Empty caches; windows in the order of their rows, since mlx-lm's can't be trimmed once they are full."""
+    return [in_order(cache, _SPARE) for cache in make_prompt_cache(model)]
 
 
 def load_small_lm(path: Path, target: Any, dtype: mx.Dtype | None = None) -> SmallLM:

@@ -27,7 +27,7 @@ class CacheStates:
     room = None
 
     def __init__(self, caches: list, length: int = 0):
-        self.caches = [_own(cache) for cache in caches]
+        self.caches = [in_order(cache) for cache in caches]
         self.base = length
         self.count = 0
         self._replay: mx.array | None = None
@@ -197,10 +197,11 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _own(cache: Any) -> Any:
+def in_order(cache: Any, spare: int = 0) -> Any:
+    """A cache of mlx-lm's, sliding windows as `WindowCache` with so many rows to spare; any other as it is."""
     if type(cache) is CacheList:
-        return CacheList(*map(_own, cache.caches))
-    return WindowCache.of(cache) if type(cache) is RotatingKVCache and cache.keep == 0 else cache
+        return CacheList(*(in_order(inner, spare) for inner in cache.caches))
+    return WindowCache.of(cache, spare) if type(cache) is RotatingKVCache and cache.keep == 0 else cache
 
 
 def _leaves(cache: Any) -> list:

@@ -16,16 +16,18 @@ class WindowCache:
     of the rows, in RotatingKVCache in rotated order: equal up to rounding.
     """
 
-    def __init__(self, max_size: int):
+    def __init__(self, max_size: int, spare: int = 0):
+        """`spare`: rows kept in front of the window, so that `trim` may take back as many."""
         self.max_size = max_size
+        self.spare = spare
         self.offset = 0
         self._kv: KV | None = None
         self._first = 0
 
     @classmethod
-    def of(cls, cache: RotatingKVCache) -> "WindowCache":
+    def of(cls, cache: RotatingKVCache, spare: int = 0) -> "WindowCache":
         """The rows of a cache of mlx-lm's, in order."""
-        own = cls(cache.max_size)
+        own = cls(cache.max_size, spare)
         if not cache.empty():
             own._kv = KV(cache._temporal_order(cache.keys), cache._temporal_order(cache.values))
             own.offset = cache.offset
@@ -69,8 +71,17 @@ class WindowCache:
     def _split(self) -> tuple[int, int]:
         """Rows in front that no later query sees, on the grid, and the rows held behind them."""
         held = self.offset - self._first
-        gone = max(0, held - self.max_size + 1) // _GRID * _GRID
+        gone = max(0, held - self.max_size + 1 - self.spare) // _GRID * _GRID
         return gone, held - gone
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        """Take the last n rows back, no more than `spare` at a time."""
+        n = min(self.offset - self._first, n)
+        self.offset -= n
+        return n
 
     def arrays(self) -> list[mx.array]:
         return [] if self._kv is None else list(self._kv)

@@ -10,11 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specmlx.drafters.proposal import Drafter
 from specmlx.formats.identity import fingerprint
 from specmlx.state.caches import CacheStates
 from specmlx.state.layers import Pass
-from specmlx.targets.drafting import Drafting
+from specmlx.targets.drafting import Drafted
 from specmlx.targets.taps import Outline
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")
@@ -31,7 +30,7 @@ class LMConfig:
     draft_model: str | None = None
 
 
-class AnyLM(nn.Module):
+class AnyLM(Drafted, nn.Module):
     """A model object of mlx-lm's as a target. Its modules are not touched; rejected rows are trimmed or replayed.
 
     Where a cache can't be trimmed (recurrent layers), the rows accepted since the last snapshot run again in front of
@@ -44,7 +43,6 @@ class AnyLM(nn.Module):
         self._config = _config(model, config or {})
         self._outline = Outline(model)
         self._state_layers = len(make_prompt_cache(model))
-        self._drafting = Drafting()
         # Where its files are, if it was loaded.
         self.directory: Path | None = None
         # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
@@ -76,19 +74,6 @@ class AnyLM(nn.Module):
     def dtype(self) -> mx.Dtype:
         """The dtype of activations."""
         return self.embed_tokens(mx.zeros((1, 1), dtype=mx.int32)).dtype
-
-    def attach(self, drafter: Drafter | None, reason: str | None = None) -> None:
-        """Keep a drafter as `draft_model`; `reason` says why there is none."""
-        self._drafting = Drafting(drafter, reason)
-
-    @property
-    def draft_model(self) -> Drafter | None:
-        return self._drafting.drafter
-
-    @property
-    def no_draft_reason(self) -> str | None:
-        """Why `draft_model` is None, in one line."""
-        return self._drafting.reason
 
     @property
     def head(self) -> nn.Module:

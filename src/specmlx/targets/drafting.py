@@ -11,3 +11,22 @@ class Drafting:
 
     drafter: Drafter | None = None
     reason: str | None = "no drafter was loaded"
+
+
+class Drafted:
+    """A target that keeps a drafter, outside of its own parameters."""
+
+    _drafting = Drafting()
+
+    def attach(self, drafter: Drafter | None, reason: str | None = None) -> None:
+        """Keep a drafter as `draft_model`; `reason` says why there is none."""
+        self._drafting = Drafting(drafter, reason)
+
+    @property
+    def draft_model(self) -> Drafter | None:
+        return self._drafting.drafter
+
+    @property
+    def no_draft_reason(self) -> str | None:
+        """Why `draft_model` is None, in one line."""
+        return self._drafting.reason

@@ -8,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from specmlx.drafters.proposal import Drafter
 from specmlx.formats.identity import fingerprint
 from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import visible
@@ -17,7 +16,7 @@ from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets import stock
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import LINEAR, HybridConfig
-from specmlx.targets.drafting import Drafting
+from specmlx.targets.drafting import Drafted
 from specmlx.targets.gated_delta import FusedGatedDeltaNet, GatedDeltaNet
 from specmlx.targets.mlp import make_mlp
 from specmlx.targets.weights import sanitize
@@ -78,7 +77,7 @@ class TextModel(nn.Module):
         return self.model.embed_tokens.as_linear(h)
 
 
-class Model(nn.Module):
+class Model(Drafted, nn.Module):
     """A hybrid target (mlx-lm's `qwen3_5`, `qwen3_5_moe` and `qwen3_next`)."""
 
     def __init__(self, config: HybridConfig):
@@ -90,20 +89,6 @@ class Model(nn.Module):
         self.directory: Path | None = None
         # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
         self.kernel_note: str | None = None
-        self._drafting = Drafting()
-
-    def attach(self, drafter: Drafter | None, reason: str | None = None) -> None:
-        """Keep a drafter as `draft_model`, outside the parameter tree; `reason` says why there is none."""
-        self._drafting = Drafting(drafter, reason)
-
-    @property
-    def draft_model(self) -> Drafter | None:
-        return self._drafting.drafter
-
-    @property
-    def no_draft_reason(self) -> str | None:
-        """Why `draft_model` is None, in one line."""
-        return self._drafting.reason
 
     @cached_property
     def fingerprint(self) -> str:
