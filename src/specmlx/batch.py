@@ -70,6 +70,8 @@ class Jobs:
     def __init__(self, model: Any, tokenizer: Any, draft_model: Any = AUTO, num_draft_tokens: int | str | None = None):
         self.model = as_target(model)
         self.tokenizer = wrapped_tokenizer(tokenizer)
+        if self.model.sharding_group is not None:
+            raise ValueError("the model is split over several processes: they answer one request at a time")
         if num_draft_tokens == AUTO:
             raise ValueError("num_draft_tokens is 'auto': lanes share a pass, so give a number or 'full'")
         self.num_draft_tokens = None if num_draft_tokens == FULL else num_draft_tokens

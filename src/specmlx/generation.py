@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.distributed import agreed
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter, Fingerprinted
@@ -28,6 +29,7 @@ from specmlx.speculation.costs import costs_file
 from specmlx.speculation.loop import Token, generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.profile import DETOKENIZE, Phases, ProfiledDrafter, ProfiledPolicy, ProfiledTarget
+from specmlx.speculation.shared import ASKED, SharedWidths, shared, what_is_asked
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
 from specmlx.speculation.width import FULL, AutoWidth
@@ -111,6 +113,8 @@ def stream_generate(
         raise ValueError(f"prefill_step_size is {prefill_step_size}: it must be at least 1")
     tokenizer = wrapped_tokenizer(tokenizer)
     ids = encode_prompt(tokenizer, prompt, model.vocab_size)
+    if model.sharding_group is not None and isinstance(prompt_cache, PromptCache):
+        raise ValueError("the model is split over several processes: use make_prompt_cache(model), not a PromptCache")
     policy = Policy(plain_sampler(sampler), logits_processors, seed)
     drafter, stats = choose_drafter(model, draft_model, num_draft_tokens, policy)
     stops = StopStrings([stop] if isinstance(stop, str) else stop or ())
@@ -161,32 +165,37 @@ def _responses(
 ):
     from mlx_lm.generate import wired_limit
 
+    group = model.sharding_group
     with contextlib.ExitStack() as stack:
         stack.enter_context(wired_limit(model))
         reuse = None
-        if isinstance(prompt_cache, PromptCache):
-            tokens_left(context_limit(model, max_kv_size), len(ids))
-            check_memory(model, len(ids), kv_format)
-            reuse = stack.enter_context(reusing(prompt_cache, model, tokenizer, drafter, ids, kv_format))
-            prompt_cache = reuse.conversation
-            options |= reuse.options(options["progress"])
-        conversation = open_cache(model, prompt_cache, kv_format)
-        cached = 0 if reuse is None else reuse.length
-        limit = context_limit(model, max_kv_size, conversation.max_kv_size)
-        total = len(conversation.tokens) + len(ids) - cached
-        left = tokens_left(limit, total)
-        check_memory(model, total - len(conversation.processed), kv_format)
-        full = left is not None and (options["max_tokens"] < 0 or options["max_tokens"] > left)
-        if full:
-            options["max_tokens"] = left
+        with agreed(group, *ASKED) as asked:
+            if isinstance(prompt_cache, PromptCache):
+                tokens_left(context_limit(model, max_kv_size), len(ids))
+                check_memory(model, len(ids), kv_format)
+                reuse = stack.enter_context(reusing(prompt_cache, model, tokenizer, drafter, ids, kv_format))
+                prompt_cache = reuse.conversation
+                options |= reuse.options(options["progress"])
+            conversation = open_cache(model, prompt_cache, kv_format)
+            cached = 0 if reuse is None else reuse.length
+            limit = context_limit(model, max_kv_size, conversation.max_kv_size)
+            total = len(conversation.tokens) + len(ids) - cached
+            left = tokens_left(limit, total)
+            check_memory(model, total - len(conversation.processed), kv_format)
+            full = left is not None and (options["max_tokens"] < 0 or options["max_tokens"] > left)
+            if full:
+                options["max_tokens"] = left
+            # A CPU has nothing to overlap with its host, and a round that is dropped at the end has cost a whole one.
+            options["lookahead"] = mx.default_device() != mx.cpu and not profile
+            if group is not None:
+                asked |= what_is_asked([*conversation.tokens, *ids], policy, drafter, stops.stops, kv_format, options)
         owner = conversation.claim()
-        # A CPU has nothing to overlap with its host, and a round that is dropped at the end has cost a whole one.
-        options["lookahead"] = mx.default_device() != mx.cpu
         phases, target, by = Phases(stats) if profile else None, model, drafter
+        if group is not None:
+            by, policy = shared(group, conversation, drafter, policy)
         if phases is not None:
             target, policy = ProfiledTarget(model, phases), ProfiledPolicy(policy, phases)
-            by = drafter and ProfiledDrafter(drafter, phases)
-            options["lookahead"] = False
+            by = by and ProfiledDrafter(by, phases)
         tokens = generate_tokens(target, conversation, ids[cached:], policy, by, stats=stats, owner=owner, **options)
         if stream is not None:
             tokens = _on_stream(tokens, stream)
@@ -267,7 +276,10 @@ def choose_width(model: Any, drafter: Drafter | None, num_draft_tokens: int | st
     if num_draft_tokens != AUTO and num_draft_tokens is not None:
         return num_draft_tokens
     known = isinstance(drafter, Fingerprinted)
-    return AutoWidth(drafter.max_width, file=costs_file(model.fingerprint, drafter.fingerprint) if known else None)
+    file = costs_file(model.fingerprint, drafter.fingerprint) if known else None
+    if model.sharding_group is not None:
+        return SharedWidths(drafter.max_width, model.sharding_group, file)
+    return AutoWidth(drafter.max_width, file=file)
 
 
 def _warn_if_idle(stats: Stats, drafter: Drafter | None, widths: int | AutoWidth | None) -> None:

@@ -54,7 +54,7 @@ def check_memory(model: Model | AnyLM, tokens: int, kv_format: KVFormat | None =
     config = model.config
     if kv_format is not None:
         kv_format.check(config.head_dim)
-    row = mx.zeros((1, config.num_key_value_heads, 1, config.head_dim), dtype=model.dtype)
+    row = mx.zeros((1, model.kv_heads, 1, config.head_dim), dtype=model.dtype)
     parts = [row] if kv_format is None else kv_format.quantized(row)
     needed = tokens * 2 * config.layer_types.count(FULL) * sum(part.nbytes for part in parts)
     left = usable_memory() - mx.get_active_memory()

@@ -1,5 +1,6 @@
 """Targets, drafters and tokenizers from a path, a Hub id or the embedded demo."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx import __version__
 from specmlx.choosing import choose_drafter
+from specmlx.distributed import agreed, several
 from specmlx.drafters import checkpoint as drafter_checkpoint
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import is_language_model
@@ -52,6 +55,7 @@ def load(
     draft_markov_top_k: int | None = None,
     dtype: mx.Dtype | str | None = None,
     consistent: bool = False,
+    group: mx.distributed.Group | None = None,
 ):
     """Load a target and its tokenizer as mlx_lm.load does, and keep a drafter as `model.draft_model`.
 
@@ -66,6 +70,8 @@ def load(
         dtype: "float32", "bfloat16", "float16" or an mx.Dtype; default: the files' own, float32 for the demo.
         consistent: on Metal, one kernel for every row count of a quantized layer, so that plain and speculative passes
             give a row the same bits there; elsewhere mlx does that by itself. Default: what is fastest on this chip.
+        group: `mx.distributed.init()` in each of several processes that answer together: each keeps its part of the
+            hybrid and the whole drafter, and all have to make the same calls (docs/distributed.md).
 
     Returns (model, tokenizer), with the config third if `return_config`. Raises ValueError in one line for what is no
     language model, a drafter that does not fit, and files that are missing or corrupt.
@@ -75,32 +81,37 @@ def load(
     dtype = _dtype(dtype)
     settings = DraftSettings(draft_window, draft_quantize, draft_vocab, draft_vocab_file, draft_markov_top_k)
     name = str(path_or_hf_repo)
-    # Told by the small file before the large ones are fetched.
-    if is_id(name) and not name.startswith(f"{DEMO}/") and (small := download_config(name, revision)) is not None:
-        check_target(small, name)
-    path = resolve(path_or_hf_repo, revision=revision)
-    if is_id(name) and not (path / "config.json").is_file():
-        raise ValueError(
-            f"{name} has no config.json: of GGUF files, fetch one (hf download {name} FILE.gguf) and name its path"
+    group = several(group)
+    with agreed(group, "specmlx", "model") as here:
+        here["specmlx"] = __version__
+        # Told by the small file before the large ones are fetched.
+        if is_id(name) and not name.startswith(f"{DEMO}/") and (small := download_config(name, revision)) is not None:
+            check_target(small, name)
+        path = resolve(path_or_hf_repo, revision=revision)
+        if is_id(name) and not (path / "config.json").is_file():
+            raise ValueError(
+                f"{name} has no config.json: of GGUF files, fetch one (hf download {name} FILE.gguf) and name its path"
+            )
+        model, config = load_target(
+            path,
+            dtype=mx.float32 if dtype is None and path_or_hf_repo == DEMO else dtype,
+            lazy=lazy,
+            model_config=model_config,
+            adapter_path=adapter_path,
+            group=group,
         )
-    model, config = load_target(
-        path,
-        dtype=mx.float32 if dtype is None and path_or_hf_repo == DEMO else dtype,
-        lazy=lazy,
-        model_config=model_config,
-        adapter_path=adapter_path,
-    )
-    # A GGUF file is one of a directory.
-    path = path if path.is_dir() else path.parent
-    if not any((path / name).is_file() for name in _TOKENIZERS):
-        raise ValueError(f"{path} has no tokenizer ({', '.join(_TOKENIZERS)}): the download may be incomplete")
-    tokenizer_config = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-    try:
-        tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
-    _attach(model, name, path, draft_model, dtype, settings)
-    _choose_kernels(model, consistent)
+        here["model"] = json.dumps(config, sort_keys=True, default=str)
+        # A GGUF file is one of a directory.
+        path = path if path.is_dir() else path.parent
+        if not any((path / name).is_file() for name in _TOKENIZERS):
+            raise ValueError(f"{path} has no tokenizer ({', '.join(_TOKENIZERS)}): the download may be incomplete")
+        tokenizer_config = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+        try:
+            tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
+        _attach(model, name, path, draft_model, dtype, settings)
+        _choose_kernels(model, consistent)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 

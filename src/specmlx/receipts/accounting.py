@@ -165,7 +165,7 @@ def _states(model: Model, stats: Stats, kv_format: KVFormat | None) -> Iterator[
     # From its start on all rows are in the format; most passes decide.
     late = kv_format is not None and stats.context >= kv_format.start * stats.rounds
     parts = kv_format.quantized(row) if late else (row,)
-    token = 2 * config.layer_types.count(FULL) * config.num_key_value_heads * sum(x.nbytes for x in parts)
+    token = 2 * config.layer_types.count(FULL) * model.kv_heads * sum(x.nbytes for x in parts)
     yield Moved("keys and values", token, stats.context + 2 * stats.rows)
 
 

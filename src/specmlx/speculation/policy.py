@@ -72,13 +72,14 @@ class Policy:
     @staticmethod
     def together(policies: "Sequence[Policy]") -> "Policy":
         """One policy of several lanes that share sampler, processors and rule, each with its own noise."""
-        return policies[0]._with(Noise.together([policy.noise for policy in policies]))
+        return policies[0].with_noise(Noise.together([policy.noise for policy in policies]))
 
     def lane(self, index: int) -> "Policy":
         """The policy of one lane."""
-        return self._with(self.noise.lane(index))
+        return self.with_noise(self.noise.lane(index))
 
-    def _with(self, noise: Noise) -> "Policy":
+    def with_noise(self, noise: Noise) -> "Policy":
+        """The same policy with other random numbers."""
         policy = copy.copy(self)
         policy.noise = noise
         return policy

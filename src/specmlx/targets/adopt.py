@@ -27,7 +27,7 @@ def as_target(model: Any) -> Model | AnyLM:
     if not isinstance(model, nn.Module) or not hasattr(model, "layers"):
         raise ValueError(f"{type(model).__name__} is no language model of specmlx or mlx-lm: load it with specmlx.load")
     if any(vars(module).get("sharding_group") for _, module in model.named_modules()):
-        raise ValueError("the model is sharded over several machines: specmlx runs on one")
+        raise ValueError("the model was sharded by mlx-lm: load it with specmlx.load(path, group=…)")
     return _rebuilt(model) if type(model).__module__ in _HYBRIDS else AnyLM(model)
 
 

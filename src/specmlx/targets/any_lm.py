@@ -47,6 +47,8 @@ class AnyLM(Drafted, nn.Module):
         self.directory: Path | None = None
         # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
         self.kernel_note: str | None = None
+        # Only hybrids are split over processes.
+        self.sharding_group: mx.distributed.Group | None = None
 
     @cached_property
     def fingerprint(self) -> str:

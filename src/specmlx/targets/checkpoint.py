@@ -15,6 +15,7 @@ from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.gguf import gguf_files, load_gguf
 from specmlx.targets.hybrid import Model
+from specmlx.targets.sharding import shard
 
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 
@@ -49,11 +50,13 @@ def load_target(
     strict: bool = True,
     model_config: dict[str, Any] | None = None,
     adapter_path: str | None = None,
+    group: mx.distributed.Group | None = None,
 ) -> tuple[Model | AnyLM, dict[str, Any]]:
     """The model of a checkpoint directory and its config; `dtype` overrides the dtype of the file's unpacked weights.
 
-    Hybrids are ours, any other model is mlx-lm's. Raises ValueError in one line for what mlx-lm does not know, and for
-    missing, extra, corrupt or truncated weights.
+    Hybrids are ours, any other model is mlx-lm's. With a `group` of processes each keeps its part of a hybrid. Raises
+    ValueError in one line for what mlx-lm does not know, what can't be split over the group, and for missing, extra,
+    corrupt or truncated weights.
     """
     from mlx_lm.utils import _get_classes, load_model
 
@@ -61,7 +64,7 @@ def load_target(
         if model_config:
             raise ValueError(f"model_config can't change {files[0].name}: leave it out")
         model, config = load_gguf(files)
-        return _finished(model, config, path, dtype, lazy, adapter_path), config
+        return _finished(model, config, path, dtype, lazy, adapter_path, group), config
     config = read_config(path) | (model_config or {})
     check_target(config, path)
     hybrid = config["model_type"] in MODEL_TYPES
@@ -83,20 +86,35 @@ def load_target(
     except _UNFIT as error:
         what = _one_line(error) or "no reason given"
         raise ValueError(f"{path}/config.json is not as mlx-lm reads it: {type(error).__name__}: {what}") from None
-    return _finished(model, config, path, dtype, lazy, adapter_path), config
+    return _finished(model, config, path, dtype, lazy, adapter_path, group), config
 
 
 def _finished(
-    model: Any, config: dict[str, Any], path: Path, dtype: mx.Dtype | None, lazy: bool, adapter_path: str | None
+    model: Any,
+    config: dict[str, Any],
+    path: Path,
+    dtype: mx.Dtype | None,
+    lazy: bool,
+    adapter_path: str | None,
+    group: mx.distributed.Group | None,
 ) -> Model | AnyLM:
     if adapter_path is not None:
         model = _with_adapters(model, adapter_path)
     if dtype is not None:
         cast(model, dtype)
     model.eval()
+    if group is not None:
+        if not isinstance(model, Model):
+            raise ValueError(f"{path} is a {config['model_type']}: only hybrids run in several processes")
+        if adapter_path is not None:
+            raise ValueError(f"the adapter {adapter_path} can't be split over processes: run mlx_lm.fuse first")
+        shard(model, group)
     if mx.default_device() == mx.cpu:
         column_major(model)
     if not lazy:
+        # Of what is cut up, no more than a layer is whole at a time.
+        for layer in model.layers if group is not None else ():
+            mx.eval(layer.parameters())
         mx.eval(model.parameters())
     target = model if isinstance(model, Model) else AnyLM(model, config)
     target.directory = path if path.is_dir() else path.parent

@@ -36,12 +36,17 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = make_mlp(config, index)
+        # The processes that have the other parts of this layer (see `targets.sharding`).
+        self.sharding_group: mx.distributed.Group | None = None
 
     def __call__(self, x: mx.array, mixer: Callable) -> tuple[mx.array, object]:
         """x plus its mixer's output plus its MLP's; `mixer(normed x)` also returns the layer's new state."""
         r, state = mixer(self.input_layernorm(x))
-        h = x + r
-        return h + self.mlp(self.post_attention_layernorm(h)), state
+        h = x + self._sum(r)
+        return h + self._sum(self.mlp(self.post_attention_layernorm(h))), state
+
+    def _sum(self, part: mx.array) -> mx.array:
+        return part if self.sharding_group is None else mx.distributed.all_sum(part, group=self.sharding_group)
 
 
 class HybridTextModel(nn.Module):
@@ -89,6 +94,8 @@ class Model(Drafted, nn.Module):
         self.directory: Path | None = None
         # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
         self.kernel_note: str | None = None
+        # The processes that have the other parts of it.
+        self.sharding_group: mx.distributed.Group | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -227,8 +234,13 @@ class Model(Drafted, nn.Module):
         return len(self.layers)
 
     @property
+    def kv_heads(self) -> int:
+        """How many key and value heads an attention layer has in this process."""
+        return next(layer.self_attn.num_key_value_heads for layer in self.layers if not layer.is_linear)
+
+    @property
     def _heads(self) -> tuple[int, int]:
-        return self.config.num_key_value_heads, self.config.head_dim
+        return self.kv_heads, self.config.head_dim
 
     def import_caches(self, caches: list) -> LayerStates:
         """States that hold what stock mlx-lm caches hold."""

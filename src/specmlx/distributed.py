@@ -1,0 +1,71 @@
+"""Several processes that generate one text: who they are, and that all of them were asked for the same."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import Any
+
+import mlx.core as mx
+
+# What mlx.launch, and mpirun, tell a process.
+_RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def launched_rank() -> int | None:
+    """This process's rank as its launcher has it; None for a process that was started by itself. Costs nothing."""
+    found = next((os.environ[name] for name in _RANKS if name in os.environ), "")
+    return int(found) if found.isdigit() else None
+
+
+def join() -> mx.distributed.Group | None:
+    """The group of the processes that were started together; None for one alone. Waits until all are there.
+
+    Raises ValueError, in one line, where they can't reach one another.
+    """
+    if launched_rank() is None:
+        return None
+    try:
+        group = mx.distributed.init()
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the processes can't reach one another: {' '.join(str(error).split())}") from None
+    return several(group)
+
+
+def several(group: mx.distributed.Group | None) -> mx.distributed.Group | None:
+    """The group, None where it is of one process."""
+    return group if group is not None and group.size() > 1 else None
+
+
+@contextmanager
+def agreed(group: mx.distributed.Group | None, *names: str) -> Iterator[dict[str, Any]]:
+    """Work that every process does by itself: it succeeds in all of them, or raises in all of them.
+
+    The facts with these names, which the work puts into the dict, have to be the same everywhere. Raises RuntimeError
+    where another process failed, ValueError where one has other facts than the first.
+    """
+    facts: dict[str, Any] = {}
+    if group is None:
+        yield facts
+        return
+    try:
+        yield facts
+    except Exception:
+        _tell(group, True, [0] * len(names))
+        raise
+    told = _tell(group, False, [_digest(facts.get(name)) for name in names])
+    if ranks := [rank for rank, (failed, *_) in enumerate(told) if failed]:
+        raise RuntimeError(f"rank {ranks[0]} could not do its part: what it said is the reason")
+    for rank, (_, *others) in enumerate(told):
+        for name, own, first in zip(names, others, told[0][1:], strict=True):
+            if own != first:
+                raise ValueError(f"rank {rank} has another {name} than rank 0: all have to be asked for the same")
+
+
+def _tell(group: mx.distributed.Group, failed: bool, digests: list[int]) -> list[list[int]]:
+    mine = mx.array([[int(failed), *digests]], dtype=mx.int32)
+    return mx.distributed.all_gather(mine, group=group).tolist()
+
+
+def _digest(fact: Any) -> int:
+    return int.from_bytes(blake2b(repr(fact).encode(), digest_size=4).digest(), "little") >> 1
