@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from specmlx.drafters.config import DrafterConfig
 from specmlx.generation import stream_generate
 from specmlx.loading import load, load_drafter
 from specmlx.receipts.evaluation import Acceptance
+from specmlx.speculation.policy import Policy
 from specmlx.targets.config import HybridConfig
 from specmlx.training.answers import Answers, Dialogue
 from specmlx.training.batches import Batches
@@ -32,7 +34,7 @@ from specmlx.training.dataset import Row, read_rows
 from specmlx.training.geometry import KINDS, drafter_config
 from specmlx.training.loop import Schedule, train
 from specmlx.training.repetition import distinct_3grams
-from specmlx.training.run import Run, Settings, check_target
+from specmlx.training.run import Run, Settings, check_room, check_target
 
 FORMS = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -127,7 +129,7 @@ def test_a_calibration_that_was_cut_short_begins_again_and_answers_are_counted_o
     left[0].parent.mkdir()
     for file in left:
         file.with_name(f".{file.name}.1.partial").touch()
-    run = Run(model, tokenizer, read_rows(data), settings, tmp_path)
+    Run(model, tokenizer, read_rows(data), settings, tmp_path)
     for file in left:
         file.write_bytes(b"of a step that nobody timed")
     run = Run(model, tokenizer, read_rows(data), settings, tmp_path, resume=True)
@@ -135,6 +137,64 @@ def test_a_calibration_that_was_cut_short_begins_again_and_answers_are_counted_o
     # 20 steps in 10 s, and 10 s for 20 answers: .5 s a step, .5 s a row, each row once.
     run.answers.seconds, run.answers.made = 10.0, 20
     assert run._fitting(20.0) == round((60 - len(run.learned) / 2) / 0.5)
+
+
+def test_two_trainings_in_one_folder_keep_out_of_each_others_way(target, data, tmp_path):
+    model, tokenizer = load(str(target), draft_model=None)
+    settings = Settings(drafter_config(model.config, "dflash", 3), steps=30)
+    run = Run(model, tokenizer, read_rows(data), settings, tmp_path)
+    written = {path: path.read_bytes() for path in run.folder.iterdir()}
+    with pytest.raises(ValueError, match="another training runs in .*: wait for its end, or choose another"):
+        Run(model, tokenizer, read_rows(data), settings, tmp_path, resume=True)
+    assert {path: path.read_bytes() for path in run.folder.iterdir()} == written
+    del run
+    Run(model, tokenizer, read_rows(data), settings, tmp_path, resume=True)
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(tmp_path):
+    out = tmp_path / "not" / "there"
+    check_room(out, 1_000_000, lambda path: SimpleNamespace(free=28_000_000))
+    with pytest.raises(ValueError, match=f"{tmp_path} has 0.03 GB free: checkpoints need 0.04 GB"):
+        check_room(out, 1_500_000, lambda path: SimpleNamespace(free=28_000_000))
+    assert not list(tmp_path.iterdir())
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_counted_and_nothing_is_made_of_them_alone(target, tmp_path):
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i} " + "x" * 20 * (i % 2)}) + "\n" for i in range(12)))
+    result = CliRunner().invoke(main, arguments(target, data, tmp_path / "some", "--max-length", "32", "--steps", "4"))
+    assert result.exit_code == 0 and "not learned: " in result.stderr and "rows (too long)" in result.stderr
+    result = CliRunner().invoke(main, arguments(target, data, tmp_path / "none", "--max-length", "8"))
+    assert result.exit_code == 2 and "nothing to learn: every answer loops, or no prompt leaves room" in result.stderr
+    assert not (tmp_path / "none" / "model.safetensors").exists()
+
+
+def test_a_training_that_diverges_ends_in_a_line_with_the_step_and_the_last_good_checkpoint(target, data, tmp_path):
+    options = ["--learning-rate", "1e30", "--checkpoint-every", "1"]
+    result = CliRunner().invoke(main, arguments(target, data, tmp_path / "out", *options))
+    assert result.exit_code == 2 and "a lower --learning-rate may help" in result.stderr
+    step, has = (int(x) for x in re.search(r"at step (\d+): .* has step (\d+);", result.stderr).groups())
+    assert has == step - 1 and not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_a_dflash_drafter_becomes_a_dflash2_one_that_proposes_the_same_at_first(target, data, tmp_path):
+    out = tmp_path / "out"
+    still = ["--init", str(target / "dflash"), "--kind", "dflash2", "--learning-rate", "0", "--steps", "1"]
+    result = CliRunner().invoke(main, arguments(target, data, out, *still))
+    assert result.exit_code == 0, result.stderr
+    model, _ = load(str(target), draft_model=None)
+    before, after = (load_drafter(str(path), model, draft_quantize="none") for path in (target / "dflash", out))
+    assert (before.config.kind, after.config.kind) == ("dflash", "dflash2")
+    trunk, grown = (dict(tree_flatten(drafter.model.parameters())) for drafter in (before, after))
+    assert all(mx.array_equal(x, grown[name]).item() for name, x in trunk.items())
+    width = before.config.hidden_size * len(before.tap_ids)
+    features = mx.random.normal((1, 9, width), key=mx.random.key(1))
+    rows = []
+    for drafter in (before, after):
+        context = drafter.new_context()
+        drafter.observe(context, mx.zeros((1, 9), dtype=mx.int32), features, 9)
+        rows.append(drafter.propose(context, mx.array([5]), drafter.max_width, Policy().at(0)).tokens)
+    assert mx.array_equal(*rows).item()
 
 
 def test_a_drafter_that_can_not_be_trained_is_no_beginning(target, data, tmp_path):
@@ -238,7 +298,7 @@ def test_a_step_learns_the_same_whenever_it_is_asked_for(target, data, tmp_path)
     assert all(mx.array_equal(a, b).item() for a, b in zip(in_turn[9], late, strict=True))
     assert not mx.array_equal(in_turn[0][0], in_turn[12][0]).item()
     tokens, weights, anchors = (np.array(x) for x in in_turn[3])
-    assert tokens.shape[1] == weights.shape[1] + 1 and weights.shape[1] % 64 == 0
+    assert tokens.shape[1] == weights.shape[1] + 1 and weights.shape[1] % 16 == 0
     assert all(weights[b, a] == 1 for b, row in enumerate(anchors) for a in row if a >= 0)
 
 
@@ -344,6 +404,18 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good_checkpoint(targe
 
     with pytest.raises(FloatingPointError, match="at step 13.* has step 10"):
         list(train(model, squares, batch, Schedule(1e-3, 20), tmp_path, checkpoint_every=5))
+
+
+def test_the_log_of_accumulated_batches_has_the_means_of_all_of_them(tmp_path):
+    model = nn.Linear(2, 1)
+    model.weight, model.bias = mx.zeros((1, 2)), mx.zeros(1)
+
+    def loss(model, x):
+        value, _ = squares(model, x * 0)
+        return value * x.mean(), {"tau": x.max()}
+
+    (record,) = train(model, loss, lambda i: (mx.full((1, 2), i + 1.0),), Schedule(0.0, 1), tmp_path, accumulate=3)
+    assert (record["loss"], record["tau"]) == (2.0, 2.0)
 
 
 def test_accumulated_batches_make_the_gradient_of_one_large_batch(tmp_path):

@@ -29,7 +29,9 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
     "--data", required=True, metavar="FILE|HUB_DATASET", help="JSONL: messages, prompt (completion), or text."
 )
 @click.option("--kind", type=click.Choice(KINDS), default=None, help="Kind of drafter; default: --init's, else dspark.")
-@click.option("--init", metavar="PATH_OR_ID", help="A drafter to begin with: the way for a fine-tune.")
+@click.option(
+    "--init", metavar="PATH_OR_ID", help="A drafter to begin with: the way for a fine-tune, or from dflash to dflash2."
+)
 @click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder for the drafter.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps.  [default: 1000]")
 @click.option(
@@ -41,10 +43,10 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
 @click.option("--taps", callback=_ids, metavar="I,J,…", help="Target layers whose outputs it sees; default: spread.")
 @click.option("--window", type=int, metavar="N", help="Rows that it looks back; default: all.")
 @click.option("--mask-token-id", type=int, help="A token that no text uses; default: found in the tokenizer.")
-@click.option("--learning-rate", type=click.FloatRange(min=0), default=1e-3, show_default=True)
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences in a batch.")
+@click.option("--learning-rate", type=click.FloatRange(min=0), help="Peak; default: by the model's width.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences in a batch.")
 @click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Batches in a step.")
-@click.option("--anchors", type=click.IntRange(min=1), default=24, show_default=True, help="Blocks of a sequence.")
+@click.option("--anchors", type=click.IntRange(min=1), default=12, show_default=True, help="Blocks of a sequence.")
 @click.option("--grad-checkpoint", is_flag=True, help="Less memory: gradients run each layer again.")
 @click.option("--max-length", type=click.IntRange(min=8), default=1024, show_default=True, help="Of a sequence.")
 @options.max_tokens_option(256)
@@ -114,10 +116,10 @@ def train(
 
 
 def _settings(model: Any, tokenizer: Any, kind: str | None, init: str | None, steps, minutes, flags: dict):
-    from specmlx.drafters.config import DrafterConfig
+    from specmlx.drafters.config import DFLASH, DFLASH2, DrafterConfig
     from specmlx.formats.checkpoint import read_config
     from specmlx.loading import resolve
-    from specmlx.training.geometry import drafter_config, mask_token
+    from specmlx.training.geometry import default_rate, drafter_config, grown, mask_token
     from specmlx.training.run import Settings, check_target
 
     check_target(model)
@@ -129,13 +131,17 @@ def _settings(model: Any, tokenizer: Any, kind: str | None, init: str | None, st
             raise click.UsageError(f"--{given[0].replace('_', '-')} and --init can't go together: --init's stays.")
         path = resolve(init)
         config = read_config(path)
-        own = DrafterConfig.from_dict(config).kind
-        if kind and own != kind:
-            raise click.UsageError(f"--init {init} is a {own} drafter, not a {kind} one.")
+        own = DrafterConfig.from_dict(config)
+        if (own.kind, kind) == (DFLASH, DFLASH2):
+            config = grown(own)
+        elif kind and own.kind != kind:
+            raise click.UsageError(f"--init {init} is a {own.kind} drafter, not a {kind} one.")
         init = str(path)
     else:
         mask = mask_token(tokenizer, model.vocab_size) if mask is None else mask
         config = drafter_config(model.config, kind or "dspark", mask, **shape)
+    if flags["learning_rate"] is None:
+        flags["learning_rate"] = default_rate(model.config.hidden_size)
     count = None if minutes else steps or 1000
     warmup = 50 if minutes else min(50, max(1, count // 5))
     return Settings(config=config, steps=count, minutes=minutes, init=init, warmup=warmup, **flags)

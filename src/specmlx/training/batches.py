@@ -6,16 +6,20 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
-from specmlx.kernels.gated_delta import GRID
 from specmlx.training.answers import Answers, Dialogue
 from specmlx.training.dataset import Row
 from specmlx.training.drafter import sample_anchors
 
+PAD = 16
+
 
 class Batches:
-    """Rows are answered a pool at a time, in another order each epoch, and each pool is learned `repeats` times.
+    """Rows are answered a pool at a time, in another order each epoch.
 
-    Of a batch all sequences are about as long; they are padded on the right to the longest, rounded up to 64.
+    While there are new answers to make, a pool is learned together with `repeats` - 1 times as many rows of earlier
+    pools, so that not all the time goes into answers; from the second epoch on by itself.
+
+    Of a batch all sequences are about as long; they are padded on the right to the longest, rounded up to 16.
     """
 
     def __init__(
@@ -49,26 +53,32 @@ class Batches:
 
     def _visit(self, number: int) -> None:
         pools = -(-len(self.rows) // self.pool)
-        turn, pool = divmod(number // self.repeats, pools)
+        turn, pool = divmod(number, pools)
         order = np.random.default_rng([self.seed, 2, turn]).permutation(len(self.rows))
-        rows = [self.rows[i] for i in order[pool * self.pool : (pool + 1) * self.pool]]
+        before, chosen = order[: pool * self.pool], order[pool * self.pool : (pool + 1) * self.pool]
+        if turn == 0 and pool:
+            again = min(len(before), self.pool * (self.repeats - 1))
+            more = np.random.default_rng([self.seed, 5, number]).choice(before, again, replace=False)
+            chosen = np.concatenate([chosen, more])
+        rows = [self.rows[i] for i in chosen]
         batches = batched(self.answers.of(rows), self.batch_size, np.random.default_rng([self.seed, 3, number]))
         # Only the newest visits are ever asked for again.
         self._visits.append(batches)
         if number >= 2:
             self._visits[number - 2] = []
         self._firsts.append(self._firsts[-1] + len(batches))
-        if number + 1 >= self.repeats * pools and self._firsts[-1] == 0:
+        if number + 1 >= pools and self._firsts[-1] == 0:
             raise ValueError("nothing to learn: every answer loops, or no prompt leaves room for one")
 
 
 def batched(dialogues: Sequence[Dialogue], size: int, rng: np.random.Generator) -> list[list[Dialogue]]:
-    """Batches of `size` sequences of about the same length, in random order; the last is filled up with others."""
+    """Batches of `size` sequences that are padded to the same length, in random order; the last is filled up."""
     if not dialogues:
         return []
     shuffled = [dialogues[i] for i in rng.permutation(len(dialogues))]
     filled = shuffled + [shuffled[i % len(shuffled)] for i in range(-len(shuffled) % size)]
-    filled.sort(key=lambda dialogue: len(dialogue.ids))
+    # By what they are padded to, not by length: answers of one length are often of one kind, and a batch needs all.
+    filled.sort(key=lambda dialogue: _padded(len(dialogue.ids)))
     batches = [filled[i : i + size] for i in range(0, len(filled), size)]
     return [batches[i] for i in rng.permutation(len(batches))]
 
@@ -77,11 +87,15 @@ def arrays(
     dialogues: Sequence[Dialogue], anchors: int, rng: np.random.Generator
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Tokens, weights and anchors of a batch; see `Batches`."""
-    longest = max(len(dialogue.ids) for dialogue in dialogues) - 1
-    length = -(-longest // GRID) * GRID
+    length = max(_padded(len(dialogue.ids)) for dialogue in dialogues)
     tokens = np.zeros((len(dialogues), length + 1), np.int32)
     weights = np.zeros((len(dialogues), length), np.float32)
     for row, weight, dialogue in zip(tokens, weights, dialogues, strict=True):
         row[: len(dialogue.ids)] = dialogue.ids
         weight[: len(dialogue.ids) - 1] = dialogue.weights()
     return mx.array(tokens), mx.array(weights), mx.array(sample_anchors(weights, anchors, rng))
+
+
+def _padded(tokens: int) -> int:
+    """Rows that a sequence of so many tokens is run in: the last token is a label only."""
+    return -(-(tokens - 1) // PAD) * PAD

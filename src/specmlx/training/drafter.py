@@ -13,6 +13,7 @@ from specmlx.drafters.config import DFLASH2, DSPARK
 from specmlx.drafters.selector import CandidateSelector
 from specmlx.targets.hybrid import Model
 from specmlx.training.slots import acceptance_length, log_rows, normalised, slots_of, weighted_mean
+from specmlx.training.target import BLOCK
 
 LossFunction = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 
@@ -91,7 +92,7 @@ def slot_losses(
     slot_weights = mx.exp(-mx.arange(config.max_width) / terms.decay)
 
     def values(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
-        hidden, features = target.features(tokens[:, :-1], drafter.tap_ids)
+        hidden, features = target.features(tokens[:, :-1], drafter.tap_ids, block=BLOCK)
         target_logits = mx.stop_gradient(target.lm_head(hidden).astype(mx.float32))
         features = mx.stop_gradient(features)
         slots = slots_of(tokens, weights, anchors, config.max_width)

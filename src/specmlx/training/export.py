@@ -64,7 +64,7 @@ def export(
     check_export(drafter.config, packaging)
     weights = dict(tree_flatten(drafter.model.parameters()))
     if packaging == ZLAB:
-        config = _zlab(drafter.config)
+        config = zlab_config(drafter.config)
     elif packaging == DEEPSPEC:
         config = _deepspec(drafter.config, anchors)
         weights |= _tables(target)
@@ -94,7 +94,8 @@ def _layers(config: DrafterConfig) -> dict[str, Any]:
     }
 
 
-def _zlab(config: DrafterConfig) -> dict[str, Any]:
+def zlab_config(config: DrafterConfig) -> dict[str, Any]:
+    """A config.json for a DFlash or DFlash 2 drafter as z-lab writes it."""
     nested = {"target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id}
     nested |= {name: getattr(config, name) for name in _SCALES if getattr(config, name) is not None}
     if config.kind == DFLASH2:

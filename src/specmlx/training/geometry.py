@@ -1,9 +1,11 @@
 """What a new drafter looks like: defaults that fit its target, written as the publishers write theirs."""
 
+from dataclasses import replace
 from typing import Any
 
-from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, default_taps
+from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig, default_taps
 from specmlx.targets.config import HybridConfig
+from specmlx.training.export import zlab_config
 
 KINDS = (DFLASH, DFLASH2, DSPARK)
 ARCHITECTURES = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
@@ -70,13 +72,30 @@ def drafter_config(
             }
         )
     if kind == DFLASH2:
-        named |= {
-            "conv_kernel_size": 2,
-            "conv_group_size": 16,
-            "selector_rank": min(256, max(16, hidden // 4)),
-            "selector_top_k": 16,
-        }
+        named |= _selector(hidden)
     return config | {"dflash_config": named}
+
+
+def _selector(hidden: int) -> dict[str, int]:
+    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16}
+    return sizes | {"selector_rank": min(256, max(16, hidden // 4))}
+
+
+def grown(config: DrafterConfig) -> dict[str, Any]:
+    """A config.json for the DFlash 2 drafter that a DFlash drafter's trunk becomes.
+
+    Raises ValueError where some of its layers are causal and others not, for which DFlash 2 has no word.
+    """
+    if len(causal := {config.causal(window) for window in config.windows}) > 1:
+        raise ValueError("some of its layers are causal, others not: it can't become a dflash2 drafter")
+    found = zlab_config(replace(config, kind=DFLASH2, is_causal=causal.pop(), **_selector(config.hidden_size)))
+    # Trained in float32.
+    return {name: value for name, value in found.items() if name != "dtype"}
+
+
+def default_rate(hidden_size: int) -> float:
+    """A peak learning rate: what the demo's drafters learn best with (4e-3 at 128), and the papers' at 5,120 (6e-4)."""
+    return 4e-3 * (128 / hidden_size) ** 0.5
 
 
 def mask_token(tokenizer: Any, vocab_size: int) -> int:

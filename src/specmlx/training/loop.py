@@ -55,10 +55,10 @@ def train(
 ) -> Iterator[dict]:
     """Train `model` in place, from the checkpoint in `directory` where there is one, and yield a record every 10 steps.
 
-    `loss(model, *batch(i))` gives the scalar to lower and figures to log; a step's gradient is the mean over the
-    batches i = step × accumulate and so on. `measure(step)` adds figures to a record. A batch depends on its number
-    only, so an interrupted run goes on as an uninterrupted one would. Raises FloatingPointError at a loss or gradient
-    that is not finite: the checkpoint is the last good one.
+    `loss(model, *batch(i))` gives the scalar to lower and figures to log; a step's loss, figures and gradient are the
+    means over the batches i = step × accumulate and so on. `measure(step)` adds figures to a record. A batch depends on
+    its number only, so an interrupted run goes on as an uninterrupted one would. Raises FloatingPointError at a loss or
+    gradient that is not finite: the checkpoint is the last good one.
     """
     optimizer = optim.AdamW(schedule(0), betas=list(betas), weight_decay=weight_decay)
     optimizer.init(model.trainable_parameters())
@@ -70,15 +70,14 @@ def train(
     started, seen, saved = time.perf_counter(), 0, first
     for step in range(first, schedule.steps):
         optimizer.learning_rate = schedule(step)
-        gradients = None
+        total = None
         for part in range(accumulate):
             arrays = batch(step * accumulate + part)
-            (value, figures), more = gradient(model, *arrays)
-            gradients = more if gradients is None else tree_map(mx.add, gradients, more)
-            mx.eval(gradients, value, figures)
+            found = gradient(model, *arrays)
+            total = found if total is None else tree_map(mx.add, total, found)
+            mx.eval(total)
             seen += arrays[0].size
-        if accumulate > 1:
-            gradients = tree_map(lambda x: x / accumulate, gradients)
+        (value, figures), gradients = total if accumulate == 1 else tree_map(lambda x: x / accumulate, total)
         gradients, norm = optim.clip_grad_norm(gradients, clip)
         if not math.isfinite(value.item()) or not math.isfinite(norm.item()):
             kept = f"{checkpoint} has step {saved}" if saved else "no checkpoint was written yet"

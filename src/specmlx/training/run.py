@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -25,6 +25,7 @@ from specmlx.training.batches import Batches, arrays, batched
 from specmlx.training.dataset import Row
 from specmlx.training.drafter import DraftLoss, draft_loss
 from specmlx.training.export import check_export, export
+from specmlx.training.lock import LOCK, locked
 from specmlx.training.loop import CHECKPOINT, Schedule, train
 
 FOLDER, SETTINGS, ANSWERS = "training", "run.json", "answers.jsonl"
@@ -53,9 +54,9 @@ class Settings:
     init: str | None = None
     learning_rate: float = 1e-3
     warmup: int = 50
-    batch_size: int = 8
+    batch_size: int = 16
     accumulate: int = 1
-    anchors: int = 24
+    anchors: int = 12
     grad_checkpoint: bool = False
     max_length: int = 1024
     max_tokens: int = 256
@@ -78,7 +79,9 @@ class Run:
 
     exports: packagings that `save` writes too (see `export`), into folders export-NAME.
     Raises ValueError, before anything is written, for a folder that holds another run (or a run, without `resume`), a
-    target or a drafter that can't be used, rows that can't be learned from, and a disk too small for the checkpoint.
+    target or a drafter that can't be used, rows that can't be learned from, a disk too small for the checkpoint, and
+    (with nothing changed) for a folder that another process trains in. It is kept out of others' hands as long as the
+    object lives.
     """
 
     def __init__(
@@ -105,8 +108,9 @@ class Run:
         self.exports = tuple(exports)
         for packaging in self.exports:
             check_export(self.drafter.config, packaging)
-        self._room()
+        check_room(out, self.parameters)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = locked(self.folder)
         self._write(self.settings)
         s = self.settings
         if s.steps is None:
@@ -178,7 +182,7 @@ class Run:
 
     def _train(self, steps: int) -> Iterator[dict]:
         s = self.settings
-        schedule = Schedule(s.learning_rate, steps, warmup=s.warmup, constant=0.2)
+        schedule = Schedule(s.learning_rate, steps, warmup=s.warmup, constant=0.5)
         records = train(
             self.drafter.model,
             self.loss,
@@ -252,22 +256,29 @@ class Run:
         s = self.settings
         if reasons := check_pair(self.model.config, s.config):
             raise ValueError(f"such a drafter can't serve this target: {'; '.join(map(str, reasons))}")
-        if s.init:
-            return _begun_with(s.init, self.model)
+        config = DrafterConfig.from_dict(s.config)
+        begun = _begun_with(s.init, self.model) if s.init else None
+        if begun and begun.config.kind == config.kind:
+            return begun
         mx.random.seed(s.seed)
-        drafter = build(DrafterConfig.from_dict(s.config), self.model)
+        drafter = build(config, self.model)
+        if begun:
+            # A DFlash 2 drafter is its trunk at first: convolutions begin as the identity.
+            drafter.model.load_weights(tree_flatten(begun.model.parameters()), strict=False)
         mx.eval(drafter.model.parameters())
         return drafter
 
-    def _room(self) -> None:
-        # Weights, two moments, twice while the old file is still there; and the drafter itself.
-        need = self.parameters * 4 * 7
-        place = next(folder for folder in (self.out, *self.out.absolute().parents) if folder.exists())
-        if (free := shutil.disk_usage(place).free) < need:
-            raise ValueError(f"{place} has {free / 1e9:.2f} GB free: checkpoints need {need / 1e9:.2f} GB")
-
     def _write(self, settings: Settings) -> None:
         _replace(self.folder / SETTINGS, json.dumps(asdict(settings), indent=2) + "\n")
+
+
+def check_room(out: Path, parameters: int, usage: Callable[[Path], Any] = shutil.disk_usage) -> None:
+    """Raise ValueError where the disk of a folder has no room for the files of so many parameters."""
+    # Weights, two moments, twice while the old file is still there; and the drafter itself.
+    need = parameters * 4 * 7
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if (free := usage(place).free) < need:
+        raise ValueError(f"{place} has {free / 1e9:.2f} GB free: checkpoints need {need / 1e9:.2f} GB")
 
 
 def check_target(model: Any) -> None:
@@ -295,7 +306,7 @@ def _begun_with(path: str, model: Model) -> BlockDrafter:
 
 def _counts(path: Path) -> bool:
     """Whether a file is more than what a writer left that was killed, or a file manager."""
-    return not path.name.endswith(".partial") and path.name != ".DS_Store"
+    return not path.name.endswith(".partial") and path.name not in (".DS_Store", LOCK)
 
 
 def _replace(path: Path, text: str) -> None:
