@@ -59,7 +59,9 @@ NEXT = EXPERTS | {
 SMALL = dict(num_hidden_layers=4, full_attention_interval=2, vocab_size=282)
 
 
-def tiny(seed: int = 0, dtype: mx.Dtype = mx.float32, bits: int | None = None, **changes) -> Model:
+def tiny(
+    seed: int = 0, dtype: mx.Dtype = mx.float32, bits: int | None = None, group_size: int = 32, **changes
+) -> Model:
     """A random hybrid whose heads' decays span .9 to .9999, so that stale states are seen."""
     mx.random.seed(seed)
     model = Model(HybridConfig.from_dict(TINY | changes))
@@ -76,7 +78,7 @@ def tiny(seed: int = 0, dtype: mx.Dtype = mx.float32, bits: int | None = None, *
         weights.append((name, value))
     model.update(tree_unflatten(weights))
     if bits is not None:
-        nn.quantize(model, group_size=32, bits=bits)
+        nn.quantize(model, group_size=group_size, bits=bits)
     cast(model, dtype)
     model.eval()
     mx.eval(model.parameters())

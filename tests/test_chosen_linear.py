@@ -9,14 +9,8 @@ from mlx_lm.models.switch_layers import SwitchGLU
 from specmlx.formats.scaled_linear import ScaledLinear
 from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
-from specmlx.kernels.linear import (
-    ChosenEmbedding,
-    ChosenLinear,
-    ChosenScaledLinear,
-    ChosenSwitchLinear,
-    choose_kernels,
-    mixed,
-)
+from specmlx.kernels.chosen import choose_kernels, mixed
+from specmlx.kernels.linear import ChosenEmbedding, ChosenLinear, ChosenScaledLinear, ChosenSwitchLinear
 from specmlx.kernels.quantized_matmul import reference
 
 

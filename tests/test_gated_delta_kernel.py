@@ -9,11 +9,15 @@ from rig import in_rounds, tiny, tokens
 from specmlx.kernels import gated_delta
 from specmlx.kernels.gated_delta import reference
 from specmlx.kernels.gated_delta.reference import Tape
-from specmlx.state.layers import LayerStates
-from specmlx.state.recurrent import Recurrent
 
 SIMULATOR = Simulator()
 FACTORY = SIMULATOR.metal_kernel
+
+
+def served(*_, **__):
+    return FACTORY
+
+
 # Hk, Hv, Dk, Dv: the real shape's heads, one head, sizes that are no power of two, one row a lane.
 SHAPES = [(2, 6, 128, 128), (1, 1, 32, 32), (2, 4, 96, 64), (1, 2, 160, 32)]
 
@@ -47,11 +51,11 @@ def poisoned(tape: Tape, count: mx.array) -> Tape:
 
 
 def advance(S, tape, count, *rows):
-    return gated_delta.advance(S, tape, count, *rows, factory=FACTORY)
+    return gated_delta.advance(S, tape, count, *rows, serve=served)
 
 
 def fold(S, tape, count):
-    return gated_delta.fold(S, tape, count, factory=FACTORY)
+    return gated_delta.fold(S, tape, count, serve=served)
 
 
 def same(a: mx.array, b: mx.array) -> bool:
@@ -98,25 +102,15 @@ def test_a_pass_and_the_fold_of_any_of_its_rows_have_the_bits_of_single_row_pass
         assert same(advance(S, poisoned(tape, count), count, *row)[0], want), n
 
 
-class OnSimulator(Recurrent):
-    """A layer's state whose rows the kernel runs."""
-
-    def advance(self, count, *rows):
-        return gated_delta.advance(self.S, self.tape, count, *rows, factory=FACTORY)
-
-
-class States(LayerStates):
-    def commit(self, count):
-        super().commit(count)
-        self.layers = [OnSimulator(*x) if isinstance(x, Recurrent) else x for x in self.layers]
-
-
 def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations():
     model = tiny(num_hidden_layers=4)
     ids = tokens(3, 9)[0].tolist()
     want = in_rounds(model, model.new_states(), ids, seed=4, most=4)
     launches = len(SIMULATOR.reports)
-    got = in_rounds(model, States(model.new_states().layers), ids, seed=4, most=4)
+    for layer in model.layers:
+        if layer.is_linear:
+            layer.linear_attn.serve_by(served)
+    got = in_rounds(model, model.new_states(), ids, seed=4, most=4)
     assert len(SIMULATOR.reports) - launches >= 3
     np.testing.assert_allclose(np.array(mx.stack(got)), np.array(mx.stack(want)), rtol=0, atol=1e-5)
 

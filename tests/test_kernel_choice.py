@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from specmlx.cli import main
-from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table, child
+from specmlx.kernels.choice import FIXED, STOCK, Chooser, Outcome, Table, child
 from specmlx.kernels.choice.operator import import_operator
 from specmlx.kernels.choice.operators import OPERATORS, QUANTIZED_MATMUL
 from specmlx.kernels.choice.race import race
@@ -103,9 +103,11 @@ def test_consistent_leaves_out_kernels_whose_order_depends_on_the_rows(file):
     assert str(chooser(file, race=lambda *_: outcome, consistent=True).choose(operator, KEY)) == "other"
 
 
-def test_consistent_without_a_kernel_warns(file):
-    with pytest.warns(UserWarning, match="consistent does not hold for fake"):
-        chooser(file, race=lambda *_: Outcome(), consistent=True).choose(fake_operators.quick, KEY)
+def test_consistent_without_a_kernel_is_refused_or_mlx_held_to_one_number_of_rows(file):
+    lost = Outcome({}, {"quick": "hangs"})
+    with pytest.raises(ValueError, match="consistent needs a kernel for fake .*: hangs"):
+        chooser(file, race=lambda *_: lost, consistent=True).choose(fake_operators.quick, KEY)
+    assert str(chooser(file, race=lambda *_: lost, consistent=True).choose(QUANTIZED_MATMUL, KEY)) == FIXED
 
 
 def test_everything_can_be_switched_off(file, monkeypatch):
@@ -140,6 +142,7 @@ def test_where_there_is_no_metal_device_mlx_serves():
 
 KEYS = {
     "quantized_matmul": {"N": 40, "K": 320, "mode": "affine", "bits": 4, "group_size": 64, "dtype": "bfloat16"},
+    "gate_up": {"N": 40, "K": 320, "mode": "affine", "bits": 4, "group_size": 64, "dtype": "bfloat16"},
     "experts": {"E": 6, "N": 48, "K": 128, "mode": "affine", "bits": 4, "group_size": 64, "dtype": "bfloat16"},
     "gated_delta": {"Hk": 1, "Hv": 2, "Dk": 64, "Dv": 32, "dtype": "bfloat16"},
     "attention": {"Hq": 6, "Hkv": 2, "D": 64, "kv": "int8", "dtype": "bfloat16"},

@@ -25,7 +25,7 @@ from specmlx.formats.checkpoint import read_config
 from specmlx.hub import download, download_config, is_id
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser, to_stderr
-from specmlx.kernels.linear import choose_kernels, mixed
+from specmlx.kernels.chosen import choose_kernels, mixed
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import check_target, load_target

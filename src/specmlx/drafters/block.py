@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.rope import Rotary
+from specmlx.kernels.linear import added, products
+from specmlx.kernels.mlp import GatedMLP
 
 # How the keys and values `[B, H, R, D]` of a block's own rows meet those of the context.
 Join = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
@@ -37,43 +38,37 @@ class Attention(nn.Module):
 
     def keys_values(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         """Keys (normed, roped) and values `[B, H, T, D]` of rows `[B, T, hidden]`, context or block alike."""
-        B, T, _ = x.shape
-        keys = self.k_norm(self.k_proj(x).reshape(B, T, -1, self.head_dim))
-        values = self.v_proj(x).reshape(B, T, -1, self.head_dim)
-        return self.rope(keys, positions).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+        return self._keys_values(*products(x, self.k_proj, self.v_proj), positions)
 
-    def __call__(self, x: mx.array, positions: mx.array, join: Join, mask: mx.array) -> mx.array:
+    def _keys_values(self, keys: mx.array, values: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+        B, T, _ = keys.shape
+        keys = self.rope(self.k_norm(keys.reshape(B, T, -1, self.head_dim)), positions)
+        return keys.transpose(0, 2, 1, 3), values.reshape(B, T, -1, self.head_dim).transpose(0, 2, 1, 3)
+
+    def __call__(
+        self, x: mx.array, positions: mx.array, join: Join, mask: mx.array, residual: mx.array | None = None
+    ) -> mx.array:
+        """Rows `[B, R, hidden]`, plus `residual`."""
         B, R, _ = x.shape
-        queries = self.q_norm(self.q_proj(x).reshape(B, R, -1, self.head_dim))
+        queries, keys, values = products(x, self.q_proj, self.k_proj, self.v_proj)
+        queries = self.q_norm(queries.reshape(B, R, -1, self.head_dim))
         queries = self.rope(queries, positions).transpose(0, 2, 1, 3)
-        keys, values = join(*self.keys_values(x, positions))
+        keys, values = join(*self._keys_values(keys, values, positions))
         o = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
-        return self.o_proj(o.transpose(0, 2, 1, 3).reshape(B, R, -1))
-
-
-class MLP(nn.Module):
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        D, hidden = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(D, hidden, bias=False)
-        self.up_proj = nn.Linear(D, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, D, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+        return added(residual, self.o_proj, o.transpose(0, 2, 1, 3).reshape(B, R, -1))
 
 
 class Layer(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def __call__(self, x: mx.array, positions: mx.array, join: Join, mask: mx.array) -> mx.array:
-        h = x + self.self_attn(self.input_layernorm(x), positions, join, mask)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        h = self.self_attn(self.input_layernorm(x), positions, join, mask, residual=x)
+        return self.mlp(self.post_attention_layernorm(h), residual=h)
 
 
 class BlockTrunk(nn.Module):

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.gated_delta import Tape, advance, fold
 
 
@@ -26,10 +27,13 @@ class Recurrent(NamedTuple):
         return Recurrent(fold(self.S, self.tape, count), self.conv_after(count))
 
     def advance(
-        self, count: int | mx.array, q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array
+        self, count: int | mx.array, *rows: mx.array, serve: Serve = kernel_factory
     ) -> tuple[mx.array, mx.array, Tape]:
-        """S with the first `count` tape rows applied, the outputs of new rows from there, and the new rows' tape."""
-        return advance(self.S, self.tape, count, q, k, v, g, beta)
+        """S with the first `count` tape rows applied, the outputs of new rows from there, and the new rows' tape.
+
+        rows: q, k, v, g and beta, as `gated_delta.advance` takes them; serve: says what makes its kernel.
+        """
+        return advance(self.S, self.tape, count, *rows, serve)
 
     def conv_after(self, count: int | mx.array) -> mx.array:
         """The last conv inputs `[B, K-1, C]` once the first `count` tape rows are in."""

@@ -5,16 +5,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.kernels.mlp import GatedMLP
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import FULL, LINEAR, HybridConfig
 from specmlx.targets.gated_delta import GatedDeltaNet
 from specmlx.targets.hybrid import DecoderLayer, HybridTextModel, Model, TextModel
-from specmlx.targets.mlp import MLP, SparseMLP
+from specmlx.targets.mlp import SparseMLP
 
 _HYBRIDS = ("mlx_lm.models.qwen3_5", "mlx_lm.models.qwen3_5_moe", "mlx_lm.models.qwen3_next")
 # What is rebuilt; any other module (a projection, a norm, a rope, the experts) is taken over as it is.
-_OURS = (TextModel, HybridTextModel, DecoderLayer, GatedDeltaNet, Attention, MLP, SparseMLP)
+_OURS = (TextModel, HybridTextModel, DecoderLayer, GatedDeltaNet, Attention, GatedMLP, SparseMLP)
 
 
 def as_target(model: Any) -> Model | AnyLM:

@@ -5,6 +5,8 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from specmlx.kernels.attention import Stored, attention, runs
+from specmlx.kernels.choice.serving import Serve, kernel_factory
+from specmlx.kernels.linear import added, products
 from specmlx.state.kv import KV, reserve, write
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.config import HybridConfig
@@ -36,6 +38,11 @@ class Attention(nn.Module):
         )
         # YaRN's frequencies are no parameters: left lazy, only this thread could evaluate them.
         mx.eval(dict(self.rope))
+        self._serve: Serve = kernel_factory
+
+    def serve_by(self, serve: Serve) -> None:
+        """Ask `serve` for the kernel of attention."""
+        self._serve = serve
 
     def __call__(
         self,
@@ -44,51 +51,68 @@ class Attention(nn.Module):
         start: int | mx.array,
         length: int,
         mask: mx.array | str | None,
+        residual: mx.array | None,
         first: int = 0,
         kv_format: KVFormat | None = None,
         expected: int = 0,
     ) -> tuple[mx.array, KV | None]:
         """Rows `[B, T, D]`, written at `start` (int, or int32 `[B]`), see the buffer's first `length` rows by `mask`,
-        which lets each see itself and the older ones, down to `first`.
+        which lets each see itself and the older ones, down to `first`. `residual` is added to the output.
 
         With `kv_format` the buffer is kept in it, and brought into it first where it isn't. A buffer that is too small
         grows to as many rows as are `expected`.
         Without a buffer (`kv` None and `length` 0, in training) the rows see one another only.
         """
-        q, gate = self.queries(x, start)
-        k, v = self.keys_values(x, start)
+        q, k, v = products(x, self.q_proj, self.k_proj, self.v_proj)
+        q, gate = self._queries(q, start)
+        k, v = self._keys_values(k, v, start)
         if kv_format is not None:
             kv = kv_format.written(kv, k, v, start, length, expected)
             keys, values = kv_format.stored(kv)
-            if runs(q, keys, values):
-                o = attention(q, keys, values, start, length, self.scale, mask, first=first)
+            if runs(q, keys, values, self._serve):
+                o = attention(q, keys, values, start, length, self.scale, mask, first=first, serve=self._serve)
             else:
                 o = kv_format.attend(q, kv, length, self.scale, mask)
-            return self.output(o, gate), kv
+            return self.output(o, gate, residual), kv
         if length:
             kv = write(reserve(kv, length, k, v, expected=expected), k, v, start)
-            o = attention(q, Stored(kv.keys), Stored(kv.values), start, length, self.scale, mask, first=first)
-            return self.output(o, gate), kv
-        return self.attend(q, gate, k, v, mask), kv
+            keys, values = Stored(kv.keys), Stored(kv.values)
+            o = attention(q, keys, values, start, length, self.scale, mask, first=first, serve=self._serve)
+            return self.output(o, gate, residual), kv
+        return self.attend(q, gate, k, v, mask, residual), kv
 
     def queries(self, x: mx.array, start: int | mx.array) -> tuple[mx.array, mx.array]:
         """Queries `[B, H, T, head_dim]` (normed, roped from `start` on) and output gates `[B, T, H * head_dim]`."""
-        B, T, _ = x.shape
-        q, gate = mx.split(self.q_proj(x).reshape(B, T, self.num_attention_heads, -1), 2, axis=-1)
-        return self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=start), gate.reshape(B, T, -1)
+        return self._queries(self.q_proj(x), start)
 
     def keys_values(self, x: mx.array, start: int | mx.array) -> tuple[mx.array, mx.array]:
         """Keys (normed, roped from `start` on) and values `[B, Hkv, T, head_dim]`."""
-        B, T, _ = x.shape
-        k = self.k_norm(self.k_proj(x).reshape(B, T, self.num_key_value_heads, -1)).transpose(0, 2, 1, 3)
-        v = self.v_proj(x).reshape(B, T, self.num_key_value_heads, -1).transpose(0, 2, 1, 3)
+        return self._keys_values(*products(x, self.k_proj, self.v_proj), start)
+
+    def _queries(self, q: mx.array, start: int | mx.array) -> tuple[mx.array, mx.array]:
+        B, T, _ = q.shape
+        q, gate = mx.split(q.reshape(B, T, self.num_attention_heads, -1), 2, axis=-1)
+        return self.rope(self.q_norm(q).transpose(0, 2, 1, 3), offset=start), gate.reshape(B, T, -1)
+
+    def _keys_values(self, k: mx.array, v: mx.array, start: int | mx.array) -> tuple[mx.array, mx.array]:
+        B, T, _ = k.shape
+        k = self.k_norm(k.reshape(B, T, self.num_key_value_heads, -1)).transpose(0, 2, 1, 3)
+        v = v.reshape(B, T, self.num_key_value_heads, -1).transpose(0, 2, 1, 3)
         return self.rope(k, offset=start), v
 
-    def attend(self, q: mx.array, gate: mx.array, k: mx.array, v: mx.array, mask: mx.array | str | None) -> mx.array:
-        """Gated and projected output `[B, T, D]`."""
-        return self.output(mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask), gate)
+    def attend(
+        self,
+        q: mx.array,
+        gate: mx.array,
+        k: mx.array,
+        v: mx.array,
+        mask: mx.array | str | None,
+        residual: mx.array | None,
+    ) -> mx.array:
+        """Output `[B, T, D]`, gated, projected and added to the residual."""
+        return self.output(mx.fast.scaled_dot_product_attention(q, k, v, scale=self.scale, mask=mask), gate, residual)
 
-    def output(self, o: mx.array, gate: mx.array) -> mx.array:
-        """Heads' outputs `[B, H, T, head_dim]`, gated and projected: `[B, T, D]`."""
+    def output(self, o: mx.array, gate: mx.array, residual: mx.array | None) -> mx.array:
+        """Heads' outputs `[B, H, T, head_dim]`, gated, projected and added to the residual: `[B, T, D]`."""
         o = o.transpose(0, 2, 1, 3).reshape(gate.shape)
-        return self.o_proj(o * mx.sigmoid(gate))
+        return added(residual, self.o_proj, o * mx.sigmoid(gate))

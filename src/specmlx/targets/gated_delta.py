@@ -4,7 +4,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import precise_swiglu
 
+from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.gated_delta import GRID, delta_rule
+from specmlx.kernels.linear import added, products
 from specmlx.state.recurrent import Recurrent
 from specmlx.targets.config import HybridConfig
 
@@ -41,6 +43,11 @@ class GatedDeltaNet(nn.Module):
         self.A_log = mx.log(mx.random.uniform(low=1e-3, high=16, shape=(self.num_v_heads,)))
         self.norm = RMSNormGated(self.head_v_dim, eps=config.rms_norm_eps)
         self.out_proj = nn.Linear(self.value_dim, config.hidden_size, bias=False)
+        self._serve: Serve = kernel_factory
+
+    def serve_by(self, serve: Serve) -> None:
+        """Ask `serve` for the kernel of the delta rule."""
+        self._serve = serve
 
     def _add_projections(self, dims: int) -> None:
         self.in_proj_qkv = nn.Linear(dims, self.conv_dim, bias=False)
@@ -50,7 +57,7 @@ class GatedDeltaNet(nn.Module):
 
     def _inputs(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """q, k and v side by side `[B, T, C]`, z `[B, T, Hv Dv]`, b and a `[B, T, Hv]` of rows `[B, T, D]`."""
-        return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        return tuple(products(x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a))
 
     def empty(self, batch: int, dtype: mx.Dtype) -> Recurrent:
         """The state before the first row."""
@@ -59,20 +66,24 @@ class GatedDeltaNet(nn.Module):
             mx.zeros((batch, self.conv_kernel_size - 1, self.conv_dim), dtype=dtype),
         )
 
-    def prefill(self, x: mx.array, state: Recurrent, block: int = GRID) -> tuple[mx.array, Recurrent]:
-        """Rows `[B, T, D]` that are all kept, in blocks from the first row on; `state` has no tape."""
+    def prefill(
+        self, x: mx.array, state: Recurrent, residual: mx.array | None, block: int = GRID
+    ) -> tuple[mx.array, Recurrent]:
+        """Rows `[B, T, D]` that are all kept, in blocks from the first row on, plus `residual`; `state` has no tape."""
         q, k, v, log_g, beta, conv_input, z = self._project(x, state.conv)
         y, S = delta_rule(state.S, q, k, v, log_g, beta, block)
         conv = mx.contiguous(conv_input[:, -(self.conv_kernel_size - 1) :])
-        return self._output(y, z), Recurrent(S, conv)
+        return self._output(y, z, residual), Recurrent(S, conv)
 
-    def verify(self, x: mx.array, state: Recurrent, count: int | mx.array) -> tuple[mx.array, Recurrent]:
-        """Rows `[B, T, D]` of which none is kept yet, after the first `count` rows of the last pass were."""
+    def verify(
+        self, x: mx.array, state: Recurrent, count: int | mx.array, residual: mx.array | None
+    ) -> tuple[mx.array, Recurrent]:
+        """Rows `[B, T, D]` of which none is kept yet, after the first `count` rows of the last pass were; see above."""
         conv = state.conv_after(count)
         q, k, v, log_g, beta, conv_input, z = self._project(x, conv)
-        S, y, tape = state.advance(count, q, k, v, mx.exp(log_g), beta)
+        S, y, tape = state.advance(count, q, k, v, mx.exp(log_g), beta, serve=self._serve)
         conv_rows = conv_input[:, self.conv_kernel_size - 1 :]
-        return self._output(y, z), Recurrent(S, conv, tape, conv_rows)
+        return self._output(y, z, residual), Recurrent(S, conv, tape, conv_rows)
 
     def _project(self, x: mx.array, conv: mx.array):
         B, T, _ = x.shape
@@ -97,8 +108,8 @@ class GatedDeltaNet(nn.Module):
         weight = self.conv1d.weight
         return sum(conv_input[:, i : i + T] * weight[:, i, 0] for i in range(self.conv_kernel_size))
 
-    def _output(self, y: mx.array, z: mx.array) -> mx.array:
-        return self.out_proj(self.norm(y, z.reshape(y.shape)).reshape(z.shape))
+    def _output(self, y: mx.array, z: mx.array, residual: mx.array | None) -> mx.array:
+        return added(residual, self.out_proj, self.norm(y, z.reshape(y.shape)).reshape(z.shape))
 
 
 class FusedGatedDeltaNet(GatedDeltaNet):
@@ -112,7 +123,8 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         B, T, _ = x.shape
         heads = self.num_v_heads // self.num_k_heads
         ends = [self.head_k_dim, 2 * self.head_k_dim, 2 * self.head_k_dim + heads * self.head_v_dim]
-        qkvz = mx.split(self.in_proj_qkvz(x).reshape(B, T, self.num_k_heads, -1), ends, axis=-1)
-        ba = mx.split(self.in_proj_ba(x).reshape(B, T, self.num_k_heads, -1), 2, axis=-1)
+        qkvz, ba = products(x, self.in_proj_qkvz, self.in_proj_ba)
+        qkvz = mx.split(qkvz.reshape(B, T, self.num_k_heads, -1), ends, axis=-1)
+        ba = mx.split(ba.reshape(B, T, self.num_k_heads, -1), 2, axis=-1)
         q, k, v, z, b, a = (part.reshape(B, T, -1) for part in (*qkvz, *ba))
         return mx.concatenate([q, k, v], axis=-1), z, b, a

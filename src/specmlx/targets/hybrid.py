@@ -40,13 +40,16 @@ class DecoderLayer(nn.Module):
         self.sharding_group: mx.distributed.Group | None = None
 
     def __call__(self, x: mx.array, mixer: Callable) -> tuple[mx.array, object]:
-        """x plus its mixer's output plus its MLP's; `mixer(normed x)` also returns the layer's new state."""
-        r, state = mixer(self.input_layernorm(x))
-        h = x + self._sum(r)
-        return h + self._sum(self.mlp(self.post_attention_layernorm(h))), state
+        """x plus its mixer's output plus its MLP's; `mixer(normed x, residual=x)` returns the layer's new state too."""
+        h, state = self._plus(x, mixer, self.input_layernorm(x))
+        h, _ = self._plus(h, lambda x, residual: (self.mlp(x, residual), None), self.post_attention_layernorm(h))
+        return h, state
 
-    def _sum(self, part: mx.array) -> mx.array:
-        return part if self.sharding_group is None else mx.distributed.all_sum(part, group=self.sharding_group)
+    def _plus(self, residual: mx.array, sublayer: Callable, x: mx.array) -> tuple[mx.array, object]:
+        if self.sharding_group is None:
+            return sublayer(x, residual=residual)
+        part, state = sublayer(x, residual=None)
+        return residual + mx.distributed.all_sum(part, group=self.sharding_group), state
 
 
 class HybridTextModel(nn.Module):

@@ -2,21 +2,10 @@
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import SwitchGLU
 
+from specmlx.kernels.mlp import GatedMLP
 from specmlx.targets.config import HybridConfig
-
-
-class MLP(nn.Module):
-    def __init__(self, dims: int, hidden_dims: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(dims, hidden_dims, bias=False)
-        self.up_proj = nn.Linear(dims, hidden_dims, bias=False)
-        self.down_proj = nn.Linear(hidden_dims, dims, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 class SparseMLP(nn.Module):
@@ -29,19 +18,21 @@ class SparseMLP(nn.Module):
         self.norm_topk_prob = config.norm_topk_prob
         self.gate = nn.Linear(dims, config.num_experts, bias=False)
         self.switch_mlp = SwitchGLU(dims, config.moe_intermediate_size, config.num_experts)
-        self.shared_expert = MLP(dims, config.shared_expert_intermediate_size)
+        self.shared_expert = GatedMLP(dims, config.shared_expert_intermediate_size)
         self.shared_expert_gate = nn.Linear(dims, 1, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """Rows `[..., D]`, plus `residual`."""
         gates = mx.softmax(self.gate(x), axis=-1, precise=True)
         experts = mx.stop_gradient(mx.argpartition(gates, kth=-self.top_k, axis=-1)[..., -self.top_k :])
         scores = mx.take_along_axis(gates, experts, axis=-1)
         if self.norm_topk_prob:
             scores = scores / scores.sum(axis=-1, keepdims=True)
         y = (self.switch_mlp(x, experts) * scores[..., None]).sum(axis=-2)
-        return y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        y = y + mx.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return y if residual is None else residual + y
 
 
-def make_mlp(config: HybridConfig, index: int) -> MLP | SparseMLP:
+def make_mlp(config: HybridConfig, index: int) -> GatedMLP | SparseMLP:
     """Layer `index`'s MLP."""
-    return SparseMLP(config) if config.has_experts(index) else MLP(config.hidden_size, config.intermediate_size)
+    return SparseMLP(config) if config.has_experts(index) else GatedMLP(config.hidden_size, config.intermediate_size)

@@ -12,11 +12,12 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
+from specmlx.kernels.mlp import GatedMLP
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.gated_delta import FusedGatedDeltaNet, GatedDeltaNet
 from specmlx.targets.hybrid import Model
-from specmlx.targets.mlp import MLP, SparseMLP
+from specmlx.targets.mlp import SparseMLP
 
 Span = tuple[int, int]
 Change = tuple[nn.Module, dict[str, mx.array]]
@@ -170,7 +171,7 @@ def _fewer_heads(mixer: GatedDeltaNet, size: int) -> None:
     mixer.conv1d.groups //= size
 
 
-def _mlp(mlp: MLP | SparseMLP, parts: _Parts) -> Iterator[Change]:
+def _mlp(mlp: GatedMLP | SparseMLP, parts: _Parts) -> Iterator[Change]:
     if isinstance(mlp, SparseMLP):
         yield from _gated(mlp.shared_expert, parts)
         yield from _gated(mlp.switch_mlp, parts)

@@ -1,5 +1,7 @@
 """Training of an MTP head on a frozen target, run on its own output as it will be when it drafts."""
 
+from functools import partial
+
 import mlx.core as mx
 
 from specmlx.drafters.mtp import MTP, MTPHead
@@ -54,11 +56,15 @@ def _chains(drafter: MTP, model: MTPHead, tokens: mx.array, hidden: mx.array, an
         if step:
             keys, values = mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2)
             mask = mx.concatenate([mask, own], axis=-1)
-        r = layer.self_attn.attend(q, gate, keys, values, mask)
-        y, _ = layer(x, lambda _, r=r: (r, None))
+        y, _ = layer(x, partial(_mixed, layer.self_attn, (q, gate, keys, values, mask)))
         h = model.norm(y)
         outputs.append(h)
     return mx.stack(outputs, axis=2)
+
+
+def _mixed(attention: Attention, projected: tuple, x: mx.array, residual: mx.array) -> tuple[mx.array, None]:
+    """A layer's mixer whose projections of x have been made."""
+    return attention.attend(*projected, residual), None
 
 
 def _at(attention: Attention, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:

@@ -6,14 +6,14 @@ import mlx.core as mx
 
 from specmlx.kernels.attention import metal, reference
 from specmlx.kernels.attention.reference import Stored
-from specmlx.kernels.choice.serving import kernel_factory
+from specmlx.kernels.choice.serving import Serve, kernel_factory
 
 __all__ = ["Stored", "attention", "runs"]
 
 
-def runs(q: mx.array, keys: Stored, values: Stored) -> bool:
+def runs(q: mx.array, keys: Stored, values: Stored, serve: Serve = kernel_factory) -> bool:
     """Whether there is Metal, with a kernel for these rows and this buffer."""
-    return metal.supports(q, keys, values) and _factory(q, keys) is not None
+    return metal.supports(q, keys, values) and _factory(q, keys, serve) is not None
 
 
 def attention(
@@ -26,17 +26,17 @@ def attention(
     mask: mx.array | str | None,
     window: int | None = None,
     first: int = 0,
-    factory: Callable | None = None,
+    serve: Serve = kernel_factory,
 ) -> mx.array:
     """Rows `[B, Hq, T, D]` at positions start..start + T - 1 over a buffer that holds them too: `[B, Hq, T, D]`.
 
     start: an int, or int32 `[B]` on the device; the row at position p sees the keys c <= p, and with a window those
     with p - c < window; keys before `first` are seen by none but themselves. length: how much of the buffer any row
     sees. mask: the same rule as stock mlx takes it.
-    factory: makes the kernels, by default Metal's where there is one; else, and for more than 17 rows, stock mlx runs,
-    or the reference where keys are quantized.
+    serve: says what makes the kernels; where nothing does, and for more than 17 rows, stock mlx runs, or the reference
+    where keys are quantized.
     """
-    if metal.supports(q, keys, values) and (factory := factory or _factory(q, keys)):
+    if metal.supports(q, keys, values) and (factory := _factory(q, keys, serve)):
         start = mx.full((q.shape[0],), start, dtype=mx.int32) if isinstance(start, int) else start
         return metal.attention(q, keys, values, start, length, scale, window, first, factory=factory)
     keys, values = keys.first(length), values.first(length)
@@ -46,6 +46,6 @@ def attention(
     return mx.fast.scaled_dot_product_attention(q, keys.data, values.data, scale=scale, mask=mask)
 
 
-def _factory(q: mx.array, keys: Stored) -> Callable | None:
+def _factory(q: mx.array, keys: Stored, serve: Serve) -> Callable | None:
     kv = "plain" if not keys.bits else "int8" if keys.biases is None else f"affine{keys.bits}"
-    return kernel_factory("attention", q.dtype, Hq=q.shape[1], Hkv=keys.data.shape[1], D=q.shape[-1], kv=kv)
+    return serve("attention", q.dtype, Hq=q.shape[1], Hkv=keys.data.shape[1], D=q.shape[-1], kv=kv)

@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specmlx.kernels.backend import OFF, on_metal
-from specmlx.kernels.choice.operator import STOCK, Key, Operator, Outcome
-from specmlx.kernels.choice.race import race
+from specmlx.kernels.choice.operator import FIXED, STOCK, Key, Operator, Outcome
+from specmlx.kernels.choice.race import NoRace, race
 from specmlx.kernels.choice.table import Table, entry_name
+
+# Lanes together have more rows than the race, and with `consistent` must not part from a lane alone.
+LANES = 8
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Chooser:
         self.consistent = consistent
         self.choices: dict[str, Choice] = {}
         self._race, self._tell = race, tell
+        self._no_race: str | None = None
         self._available = on_metal() if available is None else available
 
     def off(self, operator: Operator) -> str | None:
@@ -79,7 +83,7 @@ class Chooser:
     def choose(self, operator: Operator, key: Key) -> Choice:
         """The choice for a shape; a shape that is new on this chip is raced first, which takes some seconds.
 
-        Raises ValueError if `consistent` can't be had because the kernels are switched off.
+        Raises ValueError if `consistent` can't be had: kernels that it needs are switched off, or none is right.
         """
         name = entry_name(operator, key)
         if name not in self.choices:
@@ -91,24 +95,37 @@ class Chooser:
             if self.consistent and self._available:
                 raise ValueError(f"consistent needs the kernels of {operator.name}, which are off: {reason}")
             return Choice.same(operator, STOCK)
-        if name not in self.table.entries:
-            shape = " ".join(str(value) for value in key.values())
-            self._tell(f"choosing the kernel of {operator.name} {shape} on {self.table.chip}, once")
-            outcome = self.table.entries[name] = self._race(operator, key)
-            for why in dict.fromkeys(outcome.dropped.values()):
-                variants = ", ".join(v for v in outcome.dropped if outcome.dropped[v] == why)
-                warnings.warn(f"kernel {variants} of {name} is not used on {self.table.chip}: {why}", stacklevel=4)
-            self.table.write()
-        outcome = self.table.entries[name]
+        outcome = self.table.entries.get(name) or self._raced(operator, key, name)
         if self.consistent:
             variant = outcome.for_every_row_count(operator.one_order)
-            if variant == STOCK:
-                warnings.warn(f"consistent does not hold for {name}: no kernel serves every row count", stacklevel=4)
-            # Lanes together have more rows than the race, and must not part from a lane alone.
-            return Choice.same(operator, variant, times=8)
+            if variant == STOCK and not operator.fixed:
+                why = "; ".join(dict.fromkeys(outcome.dropped.values())) or self._no_race
+                raise ValueError(f"consistent needs a kernel for {name}, and none is used on {self.table.chip}: {why}")
+            return Choice.same(operator, FIXED if variant == STOCK else variant, times=LANES)
         if not operator.by_rows:
-            return Choice.same(operator, outcome.for_every_row_count((*operator.one_order, STOCK)))
+            variants = operator.one_order if operator.firm else (*operator.one_order, STOCK)
+            return Choice.same(operator, outcome.for_every_row_count(variants))
         return Choice(operator.name, tuple(outcome.fastest(n) for n in range(1, operator.rows[-1] + 1)))
+
+    def _raced(self, operator: Operator, key: Key, name: str) -> Outcome:
+        """What a race finds, kept in the table; nothing, and nothing kept, where no race can be held."""
+        if self._no_race is not None:
+            return Outcome()
+        shape = " ".join(str(value) for value in key.values())
+        self._tell(f"choosing the kernel of {operator.name} {shape} on {self.table.chip}, once")
+        try:
+            outcome = self._race(operator, key)
+        except NoRace as problem:
+            # The next shape would wait for the same.
+            self._no_race = str(problem)
+            warnings.warn(f"kernels that were not checked before are not used: {problem}", stacklevel=5)
+            return Outcome()
+        self.table.entries[name] = outcome
+        for why in dict.fromkeys(outcome.dropped.values()):
+            variants = ", ".join(v for v in outcome.dropped if outcome.dropped[v] == why)
+            warnings.warn(f"kernel {variants} of {name} is not used on {self.table.chip}: {why}", stacklevel=5)
+        self.table.write()
+        return outcome
 
     def race_again(self, operator: Operator, key: Key) -> Choice:
         """Forget what is known of a shape and race it."""

@@ -40,6 +40,8 @@ class Decoding:
     one_order: ClassVar[tuple[str, ...]] = (METAL,)
     rows: ClassVar[tuple[int, ...]] = (1, 8, 16)
     by_rows: ClassVar[bool] = False
+    firm: ClassVar[bool] = False
+    fixed: ClassVar[bool] = False
 
     @property
     def address(self) -> str:
@@ -65,6 +67,8 @@ class GatedDelta(Decoding):
     """Fold of two tape rows and a pass of rows. Keys: Hk, Hv, Dk, Dv, dtype."""
 
     name = "gated_delta"
+    # Its rows and its fold are one function. Stock's are two, which a compiler may contract differently.
+    firm = True
 
     def nbytes(self, key: Key) -> int:
         return 4 * key["Hv"] * key["Dv"] * key["Dk"]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 STOCK = "stock"
+FIXED = "stock-32"  # stock mlx on a fixed number of rows: one kernel of its for few rows and for fewer
 Key = Mapping[str, Any]  # shape, format and dtype, as JSON can hold them
 
 
@@ -16,7 +17,8 @@ class Operator(Protocol):
 
     name: as `specmlx kernels` shows it. address: "module:attribute", from where the child process imports it.
     one_order: the variants that give a row the same bits whatever the number of rows. rows: the row counts to race.
-    by_rows: whether row counts may be served by different variants.
+    by_rows: whether row counts may be served by different variants. firm: whether a kernel of ours that is right serves
+    whatever the race says. fixed: whether stock mlx can be held to one kernel, as FIXED.
     """
 
     name: str
@@ -24,6 +26,8 @@ class Operator(Protocol):
     one_order: tuple[str, ...]
     rows: tuple[int, ...]
     by_rows: bool
+    firm: bool
+    fixed: bool
 
     def variants(self, key: Key) -> tuple[str, ...]:
         """Our kernels that take it."""

@@ -9,17 +9,22 @@ import mlx.core as mx
 from specmlx.kernels.choice.decoding import ACCEPT, ATTENTION, DRAFT_HEAD, GATED_DELTA
 from specmlx.kernels.choice.operator import STOCK, Key, Operator
 from specmlx.kernels.experts import gather_by_expert
+from specmlx.kernels.gate_up import Matrix, gate_up
 from specmlx.kernels.quantized_matmul import quantized_matmul, reference
 
 
 class Packed(NamedTuple):
-    """x `[M, K]` and a packed matrix `[N, K]` with its format."""
+    """x `[M, K]` and a packed matrix `[N, K]` with its format.
+
+    With `residual` `[M, N]` run and reference give the product and, beside it, the product plus that.
+    """
 
     x: mx.array
     w: mx.array
     scales: mx.array
     biases: mx.array | None
     format: dict
+    residual: mx.array | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,8 @@ class QuantizedMatmul:
     # One row, the passes of narrow and full blocks, two lanes of them.
     rows: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16, 32)
     by_rows: bool = True
+    firm: bool = False
+    fixed: bool = True
     factory: Callable = mx.fast.metal_kernel
 
     def variants(self, key: Key) -> tuple[str, ...]:
@@ -59,7 +66,8 @@ class QuantizedMatmul:
         x = mx.random.normal((rows, K), key=keys[0]).astype(dtype)
         if exact:
             packed = mx.quantize(mx.random.normal((N, K), key=keys[1]).astype(dtype), **format)
-            return Packed(x, packed[0], packed[1], packed[2] if len(packed) == 3 else None, format)
+            residual = (8 * mx.random.normal((rows, N), key=keys[2])).astype(dtype)
+            return Packed(x, packed[0], packed[1], packed[2] if len(packed) == 3 else None, format, residual)
         # Quantizing a large matrix takes longer than the race; for its cost any bits will do.
         w = mx.random.randint(0, 2**32 - 1, (N, K * bits // 32), dtype=mx.uint32, key=keys[1])
         scales = mx.random.normal((N, K // group_size), key=keys[2]).astype(dtype)
@@ -68,14 +76,21 @@ class QuantizedMatmul:
         return Packed(x, w, scales, -8 * scales, format)
 
     def run(self, variant: str, inputs: Packed) -> mx.array:
-        x, w, scales, biases, format = inputs
+        x, w, scales, biases, format, residual = inputs
+
+        def product(residual: mx.array | None = None) -> mx.array:
+            options = dict(variant=variant, kernel=self.factory, residual=residual)
+            return quantized_matmul(x, w, scales, biases, **format, **options)
+
         if variant == STOCK:
-            return mx.quantized_matmul(x, w, scales, biases, transpose=True, **format)
-        return quantized_matmul(x, w, scales, biases, **format, variant=variant, kernel=self.factory)
+            y = mx.quantized_matmul(x, w, scales, biases, transpose=True, **format)
+            return y if residual is None else mx.concatenate([y, y + residual], axis=-1)
+        return product() if residual is None else mx.concatenate([product(), product(residual)], axis=-1)
 
     def reference(self, inputs: Packed) -> mx.array:
-        x, w, scales, biases, format = inputs
-        return reference.quantized_matmul(x.astype(mx.float32), w, scales, biases, **format)
+        x, w, scales, biases, format, residual = inputs
+        y = reference.quantized_matmul(x.astype(mx.float32), w, scales, biases, **format)
+        return y if residual is None else mx.concatenate([y, y + residual], axis=-1)
 
 
 class Mixed(NamedTuple):
@@ -98,6 +113,8 @@ class Experts:
     one_order: tuple[str, ...] = ("A",)
     rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128)
     by_rows: bool = True
+    firm: bool = False
+    fixed: bool = True
     factory: Callable = mx.fast.metal_kernel
 
     def variants(self, key: Key) -> tuple[str, ...]:
@@ -132,6 +149,57 @@ class Experts:
         return reference.gather_quantized_matmul(x, w, scales, biases, rows, experts, **format)[:, None]
 
 
+class Pair(NamedTuple):
+    """x `[M, K]` and two packed matrices `[N, K]` of one format."""
+
+    x: mx.array
+    gate: Matrix
+    up: Matrix
+    format: dict
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """silu(x gateᵀ) * (x upᵀ). Keys: N and K of either matrix, mode, bits, group_size, dtype."""
+
+    name: str = "gate_up"
+    address: str = f"{__name__}:GATE_UP"
+    one_order: tuple[str, ...] = ("A", "AX", "B", "V")
+    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16, 32)
+    by_rows: bool = True
+    firm: bool = False
+    fixed: bool = True
+    factory: Callable = mx.fast.metal_kernel
+
+    def variants(self, key: Key) -> tuple[str, ...]:
+        return QUANTIZED_MATMUL.variants(key)
+
+    def small(self, key: Key) -> Key:
+        return QUANTIZED_MATMUL.small(key)
+
+    def nbytes(self, key: Key) -> int:
+        return 2 * QUANTIZED_MATMUL.nbytes(key)
+
+    def tolerance(self, key: Key) -> float:
+        # Four roundings: two products, silu, and their product.
+        return 4 * QUANTIZED_MATMUL.tolerance(key)
+
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Pair:
+        gate, up = (QUANTIZED_MATMUL.inputs(key, rows, 2 * seed + i, exact) for i in (0, 1))
+        return Pair(gate.x / key["K"] ** 0.5, (*gate[1:4], None), (*up[1:4], None), gate.format)
+
+    def run(self, variant: str, inputs: Pair) -> mx.array:
+        x, gate, up, format = inputs
+        return gate_up(x, gate, up, variant, self.factory, **format)
+
+    def reference(self, inputs: Pair) -> mx.array:
+        x, gate, up, format = inputs
+        x = x.astype(mx.float32)
+        gate, up = (reference.quantized_matmul(x, *matrix[:3], **format) for matrix in (gate, up))
+        return gate * mx.sigmoid(gate) * up
+
+
 QUANTIZED_MATMUL = QuantizedMatmul()
+GATE_UP = GateUp()
 EXPERTS = Experts()
-OPERATORS: tuple[Operator, ...] = (QUANTIZED_MATMUL, EXPERTS, GATED_DELTA, ATTENTION, DRAFT_HEAD, ACCEPT)
+OPERATORS: tuple[Operator, ...] = (QUANTIZED_MATMUL, GATE_UP, EXPERTS, GATED_DELTA, ATTENTION, DRAFT_HEAD, ACCEPT)

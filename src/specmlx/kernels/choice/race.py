@@ -17,25 +17,34 @@ SECONDS = 30.0
 START_SECONDS = 60.0
 
 
+class NoRace(RuntimeError):
+    """No race can be held on this machine, or not now; nothing is known of the kernels."""
+
+
 def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int, ...] | None = None) -> Outcome:
     """Check the variants against the reference, then time them and stock mlx; drop what fails, is wrong or hangs.
 
     seconds: how long a step of a variant may take. rows: instead of the operator's own row counts. After a hang or a
     crash the others are raced again without it.
+    Raises NoRace where no child process gets as far as to begin.
     """
     rows = operator.rows if rows is None else rows
     outcome, variants = Outcome(), operator.variants(key)
     while left := [v for v in variants if v not in outcome.dropped]:
         outcome.seconds.clear()
-        running = STOCK
+        running = None
         for step in _steps(operator, key, rows, left, seconds):
-            if "start" in step:
+            if "ready" in step:
+                running = STOCK
+            elif "start" in step:
                 running = step["start"]
             elif "dropped" in step:
                 outcome.dropped[step["dropped"]] = step["why"]
             elif "rows" in step:
                 outcome.seconds[step["rows"]] = step["seconds"]
             elif "lost" in step:
+                if running is None:
+                    raise NoRace(f"the process that checks them {step['lost']}")
                 # Without a variant to blame, ours can't be had at all.
                 blamed = left if running == STOCK else [running]
                 outcome.dropped.update(dict.fromkeys(blamed, step["lost"]))
@@ -51,15 +60,19 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
     """The child's lines; the last is {"lost": why} if it hung or ended before it was done."""
     job = {"operator": operator.address, "key": dict(key), "rows": rows, "variants": variants}
     # float32 matmul of M5 chips is rounded to TF32 unless this is off.
-    environment = {**os.environ, "MLX_ENABLE_TF32": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "specmlx.kernels.choice.child"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    environment = {**os.environ, "MLX_ENABLE_TF32": "0", "PYTHONPATH": _import_path()}
+    try:
+        child = subprocess.Popen(
+            # -P: no file beside the user's own may stand in for a module.
+            [_python(), "-P", "-m", "specmlx.kernels.choice.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    except OSError as problem:
+        raise NoRace(f"the process that checks them can't be started: {problem}") from None
     lines: queue.Queue[str] = queue.Queue()
 
     def read() -> None:
@@ -91,7 +104,8 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
                 last = errors[-1].strip() if errors else "no message"
                 yield {"lost": f"ends the process with {child.returncode}: {last}"}
                 return
-            step = json.loads(line)
+            if (step := _step(line)) is None:
+                continue
             if "done" in step:
                 return
             wait = seconds
@@ -103,3 +117,25 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
             reader.join(1.0)
         child.stdout.close()
         child.stderr.close()
+
+
+def _python() -> str:
+    """The interpreter that runs this. Raises NoRace inside an app, whose executable would start the app once more."""
+    name = os.path.basename(sys.executable or "")
+    if getattr(sys, "frozen", False) or "python" not in name.lower():
+        raise NoRace(f"an app without a Python of its own ({name or 'no executable'}) can't start another process")
+    return sys.executable
+
+
+def _import_path() -> str:
+    """Where this process finds its modules: "" in sys.path is the directory that it runs in."""
+    return os.pathsep.join(os.path.abspath(path) for path in sys.path)
+
+
+def _step(line: str) -> dict | None:
+    """A line of the child's, or None for one that something else printed, as a site's customization may."""
+    try:
+        step = json.loads(line)
+    except ValueError:
+        return None
+    return step if isinstance(step, dict) else None

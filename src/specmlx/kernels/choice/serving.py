@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -10,19 +11,43 @@ from specmlx.kernels.choice.chooser import Chooser, to_stderr
 from specmlx.kernels.choice.operator import STOCK
 
 
+class Serve(Protocol):
+    """What answers it."""
+
+    def __call__(self, operator: str, dtype: mx.Dtype, **key: int | str) -> Callable | None:
+        """What makes the operator's kernel for this shape, or None where mlx's operations serve."""
+
+
+@runtime_checkable
+class Served(Protocol):
+    """A layer that calls such operators."""
+
+    def serve_by(self, serve: Serve) -> None:
+        """Ask this one from now on."""
+
+
 def kernel_factory(operator: str, dtype: mx.Dtype, **key: int | str) -> Callable | None:
-    """What makes the operator's kernel, or None where mlx's operations serve: not on Metal, off, wrong or slower."""
+    """None: not on Metal, off, wrong or slower."""
+    return _factory(False, operator, dtype, key)
+
+
+def consistent_factory(operator: str, dtype: mx.Dtype, **key: int | str) -> Callable | None:
+    """None: not on Metal. Raises ValueError on Metal where the kernel is off or wrong."""
+    return _factory(True, operator, dtype, key)
+
+
+def _factory(consistent: bool, operator: str, dtype: mx.Dtype, key: dict) -> Callable | None:
     factory = metal_factory()
     if factory is None:
         return None
     named = {**key, "dtype": str(dtype).removeprefix("mlx.core.")}
-    return factory if _serves(operator, tuple(named.items())) else None
+    return factory if _serves(consistent, operator, tuple(named.items())) else None
 
 
 @lru_cache
-def _serves(operator: str, key: tuple) -> bool:
+def _serves(consistent: bool, operator: str, key: tuple) -> bool:
     # Operators know their kernels, and the kernels' packages call this module.
     from specmlx.kernels.choice.operators import OPERATORS
 
     known = {each.name: each for each in OPERATORS}
-    return Chooser(tell=to_stderr).choose(known[operator], dict(key)).variant(1) != STOCK
+    return Chooser(consistent=consistent, tell=to_stderr).choose(known[operator], dict(key)).variant(1) != STOCK

@@ -1,22 +1,20 @@
 """A drafter's tokens where each depends on the one before it, without a look at the device between them."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
-from specmlx.kernels.choice.serving import kernel_factory
+from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.draft_head import metal, reference
 from specmlx.kernels.draft_head.reference import best_path
 
 __all__ = ["best_path", "chain", "path", "top_k", "walk"]
 
 
-def top_k(logits: mx.array, k: int, factory: Callable | None = None) -> tuple[mx.array, mx.array]:
+def top_k(logits: mx.array, k: int, serve: Serve = kernel_factory) -> tuple[mx.array, mx.array]:
     """The k largest logits `[..., k]` float32 of `[..., V]` in any order, and their ids int32.
 
-    factory: makes the kernels, here and below; by default Metal's where there is one, else mlx's operations run.
+    serve: says what makes the kernels, here and below; where nothing does, mlx's operations run.
     """
-    if metal.supports_top_k(logits, k) and (factory := factory or kernel_factory("draft_head", dtype=logits.dtype)):
+    if metal.supports_top_k(logits, k) and (factory := serve("draft_head", logits.dtype)):
         return metal.top_k(logits, k, factory)
     ids = mx.argpartition(-logits, kth=k - 1, axis=-1)[..., :k].astype(mx.int32)
     return mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32), ids
@@ -31,12 +29,10 @@ def chain(
     scale: float = 1.0,
     target_ids: mx.array | None = None,
     keep_logits: bool = False,
-    factory: Callable | None = None,
+    serve: Serve = kernel_factory,
 ) -> tuple[mx.array, mx.array | None]:
     """As `reference.chain`; the biased logits only if they are to be kept."""
-    if metal.supports_chain(logits, w1, w2) and (
-        factory := factory or kernel_factory("draft_head", dtype=logits.dtype)
-    ):
+    if metal.supports_chain(logits, w1, w2) and (factory := serve("draft_head", logits.dtype)):
         return metal.chain(logits, w1, w2, anchor, noise, scale, target_ids, keep_logits, factory)
     tokens, biased = reference.chain(logits, w1, w2, anchor, noise, scale, target_ids)
     return tokens, biased if keep_logits else None
@@ -51,10 +47,10 @@ def walk(
     z: mx.array | None = None,
     noise: mx.array | None = None,
     scale: float = 1.0,
-    factory: Callable | None = None,
+    serve: Serve = kernel_factory,
 ) -> tuple[mx.array, mx.array]:
     """As `reference.walk`."""
-    if metal.supports_candidates(ids) and (factory := factory or kernel_factory("draft_head", dtype=before.dtype)):
+    if metal.supports_candidates(ids) and (factory := serve("draft_head", before.dtype)):
         return metal.walk(unary, ids, before, after, anchor, z, noise, scale, factory)
     return reference.walk(unary, ids, before, after, anchor, z, noise, scale)
 
@@ -66,9 +62,9 @@ def path(
     after: mx.array,
     anchor: mx.array,
     z: mx.array | None = None,
-    factory: Callable | None = None,
+    serve: Serve = kernel_factory,
 ) -> mx.array:
     """As `reference.path`."""
-    if metal.supports_candidates(ids) and (factory := factory or kernel_factory("draft_head", dtype=before.dtype)):
+    if metal.supports_candidates(ids) and (factory := serve("draft_head", before.dtype)):
         return metal.path(unary, ids, before, after, anchor, z, factory)
     return reference.path(unary, ids, before, after, anchor, z)

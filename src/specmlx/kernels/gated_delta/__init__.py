@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from specmlx.kernels.choice.serving import kernel_factory
+from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.gated_delta import metal, reference
 from specmlx.kernels.gated_delta.chunk import GRID, delta_rule
 from specmlx.kernels.gated_delta.reference import Tape, steps
@@ -21,15 +21,15 @@ def advance(
     v: mx.array,
     g: mx.array,
     beta: mx.array,
-    factory: Callable | None = None,
+    serve: Serve = kernel_factory,
 ) -> tuple[mx.array, mx.array, Tape]:
     """S with the first `count` rows of the tape in it, the outputs `[B, T, Hv, Dv]` of T rows from there, their tape.
 
-    Shapes are those of `reference.steps`; `count` is an int, or int32 `[B]` on the device. `factory` makes the kernels:
-    by default Metal's where there is one, else the operator runs as mlx's operations.
+    Shapes are those of `reference.steps`; `count` is an int, or int32 `[B]` on the device. `serve` says what
+    makes the kernels; where nothing does, the operator runs as mlx's operations.
     """
-    factory = factory or _factory(S, k)
-    if factory is None or not metal.supports(S.shape[3], S.shape[2]):
+    factory = _factory(S, k, serve)
+    if factory is None:
         base = S if tape is None else reference.fold(S, tape, count)
         y, _, new = reference.steps(base, q, k, v, g, beta)
         return base, y, new
@@ -38,19 +38,19 @@ def advance(
     return metal.advance(S, tape, _per_lane(count, S.shape[0]), q, k, v, g, beta, factory)
 
 
-def fold(S: mx.array, tape: Tape, count: int | mx.array, factory: Callable | None = None) -> mx.array:
+def fold(S: mx.array, tape: Tape, count: int | mx.array, serve: Serve = kernel_factory) -> mx.array:
     """S with the first `count` rows of the tape in it, with the bits that `advance` gives it."""
-    factory = factory or _factory(S, tape.k)
-    if factory is None or not metal.supports(S.shape[3], S.shape[2]):
+    factory = _factory(S, tape.k, serve)
+    if factory is None:
         return reference.fold(S, tape, count)
     return metal.fold(S, tape, _per_lane(count, S.shape[0]), factory)
 
 
-def _factory(S: mx.array, k: mx.array) -> Callable | None:
+def _factory(S: mx.array, k: mx.array, serve: Serve) -> Callable | None:
     _, Hv, Dv, Dk = S.shape
     if not metal.supports(Dk, Dv):
         return None
-    return kernel_factory("gated_delta", Hk=k.shape[2], Hv=Hv, Dk=Dk, Dv=Dv, dtype=k.dtype)
+    return serve("gated_delta", k.dtype, Hk=k.shape[2], Hv=Hv, Dk=Dk, Dv=Dv)
 
 
 def _per_lane(count: int | mx.array, B: int) -> mx.array:

@@ -1,6 +1,7 @@
 """Few rows times a packed matrix: every packed word read once for up to 16 rows."""
 
 from specmlx.kernels.quantized_matmul.metal import (
+    Ordered,
     gated_quantized_matmul,
     gather_quantized_matmul,
     order_and_sum_rows,
@@ -10,6 +11,7 @@ from specmlx.kernels.quantized_matmul.metal import (
 )
 
 __all__ = [
+    "Ordered",
     "gated_quantized_matmul",
     "gather_quantized_matmul",
     "order_and_sum_rows",

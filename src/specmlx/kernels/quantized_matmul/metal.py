@@ -1,5 +1,6 @@
 """Launches of the quantized_matmul kernels; the factory is an argument, so a simulator can run the same launches."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from importlib import resources
 from math import ceil
@@ -112,7 +113,7 @@ def _order_kernel(factory, outputs: tuple[str, ...]):
 def order_rows(x: mx.array, *, bits: int, kernel=mx.fast.metal_kernel) -> mx.array:
     """x `[M, K]` in the order in which form A's lanes load it, M padded to a multiple of 8 and K to one of 64.
 
-    `bits` are those of the weights. One array serves every product of x: see `quantized_matmul`'s `ordered`.
+    `bits` are those of the weights. One array serves every product of x: see `Ordered`.
     """
     M, K = x.shape
     shape = (ceil(M / 8) * 8, ceil(K / 64) * 64)
@@ -143,6 +144,29 @@ def order_and_sum_rows(x: mx.array, *, kernel=mx.fast.metal_kernel) -> tuple[mx.
     )
 
 
+class Ordered:
+    """Copies of one x `[..., K]` in the orders in which the forms load it, each made when it is first asked for.
+
+    Handed to several products of that x, they share the copies.
+    """
+
+    def __init__(self):
+        self._copies: dict[tuple, mx.array | tuple[mx.array, mx.array]] = {}
+
+    def rows(self, x: mx.array, bits: int, kernel: Callable) -> mx.array:
+        """As `order_rows`, for rows `[M, K]`."""
+        return self._copy(("AX", block(bits)), lambda: order_rows(x, bits=bits, kernel=kernel))
+
+    def rows_and_sums(self, x: mx.array, kernel: Callable) -> tuple[mx.array, mx.array]:
+        """As `order_and_sum_rows`."""
+        return self._copy(("B",), lambda: order_and_sum_rows(x, kernel=kernel))
+
+    def _copy(self, order: tuple, make: Callable):
+        if order not in self._copies:
+            self._copies[order] = make()
+        return self._copies[order]
+
+
 def quantized_matmul(
     x: mx.array,
     w: mx.array,
@@ -155,7 +179,7 @@ def quantized_matmul(
     tensor_scale: mx.array | float | None = None,
     kernel=mx.fast.metal_kernel,
     variant: str = "A",
-    ordered: mx.array | tuple[mx.array, mx.array] | None = None,
+    ordered: Ordered | None = None,
     residual: mx.array | None = None,
 ) -> mx.array:
     """x `[..., K]` times the transposed weights `[N, K]`: `[..., N]` in x's dtype, sums in float32.
@@ -164,17 +188,19 @@ def quantized_matmul(
     `tensor_scale`, one number or float32 `[N]`, multiplies the result (nvfp4, fp8). Forms: "A" reads every packed word
     once for up to 16 rows; "AX" is A on x in the order of `order_rows`, with the bits of A; "B" applies affine scales
     outside the matrix operations, on x in the order of `order_and_sum_rows`; "V" reads once for up to 5 rows. `ordered`
-    is made here unless given. `residual` `[..., N]`, in x's dtype, is added to the rounded product (in "A" and "AX" by
-    the kernel). A row's bits depend on the form, but neither on the other rows nor on how many there are.
+    keeps x in these orders for other products of the same x. `residual` `[..., N]`, in x's dtype, is added to the
+    rounded product (in "A" and "AX" by the kernel). A row's bits depend on the form, but neither on the other rows nor
+    on how many there are.
     Raises ValueError for what `supported` refuses.
     """
     _check(x, w, scales, variant, group_size, bits, mode)
     rows = x.reshape(-1, x.shape[-1])
     (M, K), N = rows.shape, w.shape[0]
+    ordered = ordered or Ordered()
     if variant == "V":
         inputs = [rows]
     elif variant == "B":
-        inputs = [rows, *(order_and_sum_rows(rows, kernel=kernel) if ordered is None else ordered)]
+        inputs = [rows, *ordered.rows_and_sums(rows, kernel)]
     else:
         inputs = [*_ordered(rows, variant, bits, ordered, kernel), rows if residual is None else residual]
     launch = _launch(variant, x.dtype, M, N, K, group_size, bits, mode, residual is not None)
@@ -193,7 +219,7 @@ def gated_quantized_matmul(
     mode: str = "affine",
     kernel=mx.fast.metal_kernel,
     variant: str = "A",
-    ordered: mx.array | None = None,
+    ordered: Ordered | None = None,
 ) -> mx.array:
     """silu(x gateᵀ) * (x upᵀ) `[..., N]` in one pass, each product and operation rounded to x's dtype.
 
@@ -206,7 +232,7 @@ def gated_quantized_matmul(
     rows = x.reshape(-1, x.shape[-1])
     (M, K), N = rows.shape, gate[0].shape[0]
     [out] = _kernel(kernel, "paired")(
-        inputs=[*_weights(*gate), *_weights(*up), *_ordered(rows, variant, bits, ordered, kernel)],
+        inputs=[*_weights(*gate), *_weights(*up), *_ordered(rows, variant, bits, ordered or Ordered(), kernel)],
         **_launch(f"paired {variant}", x.dtype, M, N, K, group_size, bits, mode),
     )
     return out.reshape(*x.shape[:-1], N)
@@ -275,9 +301,7 @@ def _launch(form: str, dtype, M, N, K, group_size, bits, mode, added: bool = Fal
 
 def _ordered(rows, variant, bits, ordered, kernel) -> list[mx.array]:
     """The inputs x and ordered_x of form A or AX."""
-    if variant == "AX" and ordered is None:
-        ordered = order_rows(rows, bits=bits, kernel=kernel)
-    return [rows, ordered if variant == "AX" else rows]
+    return [rows, ordered.rows(rows, bits, kernel) if variant == "AX" else rows]
 
 
 def _weights(w, scales, biases, tensor_scale) -> list[mx.array]:
