@@ -6,6 +6,13 @@ from rig import collect, tokens
 from specmlx import PromptCache
 from specmlx.generation import stream_generate
 
+# Thoughts are asked for, and dropped from the history.
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content.split('</think>')[-1]"
+    " if m.role == 'assistant' else m.content) + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
 
 def ids(seed: int, n: int) -> list[int]:
     return tokens(seed, n, 282)[0].tolist()
@@ -30,11 +37,11 @@ def after(cache, text: list[int]):
     return next(s for _, s, _ in cache.snapshots() if s.ids.tolist() == text)
 
 
-def cold_and_warm(model, tokenizer, prompt, cache, drafter=None, cold_drafter=None, n=6):
+def cold_and_warm(model, tokenizer, prompt, cache):
     """Runs a prompt without and with what the cache holds; both end states, and the warm run's last response."""
-    fresh = PromptCache()
-    cold, _ = run(model, tokenizer, prompt, fresh, n, cold_drafter or drafter)
-    warm, last = run(model, tokenizer, prompt, cache, n, drafter)
+    fresh, cache.keep_answers = PromptCache(keep_answers=True), True
+    cold, _ = run(model, tokenizer, prompt, fresh)
+    warm, last = run(model, tokenizer, prompt, cache)
     assert warm == cold
     text = prompt + cold[:-1]
     return everything(after(fresh, text)), everything(after(cache, text)), last
