@@ -1,17 +1,19 @@
 """The trained drafters of the demo: text as without them, acceptance, and what quantized projections draft."""
 
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from click.testing import CliRunner
+from mlx.utils import tree_flatten
 
 import specmlx.demo
 from specmlx.batch import batch_generate
 from specmlx.cli import main
 from specmlx.demo.drafting import DRAFTERS, measure, run, same_slots
-from specmlx.demo.make import DRAFTER_CONFIGS, MTP_CONFIG, VOCABULARY
+from specmlx.demo.make import DRAFTER_CONFIGS, MTP_CONFIG, VOCABULARY, train_drafter
 from specmlx.demo.tasks import held_out_examples
 from specmlx.loading import load, load_drafter
 
@@ -95,3 +97,18 @@ def test_the_embedded_drafters_are_those_that_the_code_trains_and_fit_in_the_whe
     assert len(weights) == 5
     assert sum(file.stat().st_size for file in weights) <= 8e6
     assert all(w.dtype == mx.float16 for file in weights for w in mx.load(str(file)).values())
+
+
+def test_the_demos_drafters_are_made_by_the_run_that_specmlx_train_drives(tmp_path):
+    out, work = tmp_path / "out", tmp_path / "work"
+    for folder in ("target", "dflash"):
+        shutil.copytree(HERE / folder, out / folder)
+    made = train_drafter("dflash2", out, work, 1).model
+    log = work / "dflash2" / "training" / "log.jsonl"
+    assert json.loads(log.read_text())["tau"] > 5, "it begins with the trained DFlash"
+    again = train_drafter("dflash2", out, work, 1).model
+    pairs = zip(tree_flatten(made.parameters()), tree_flatten(again.parameters()), strict=True)
+    assert all(mx.array_equal(a, b).item() for (_, a), (_, b) in pairs)
+    answers = (work / "dflash2" / "training" / "answers.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in answers if "ids" in json.loads(line)]
+    assert len(answers) >= 64 and all(answer["ids"][-1] == 2 for answer in kept), "the target's own, to their end"

@@ -11,18 +11,20 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from specmlx.demo.data import VOCABULARY, PackedChats, tokenizer_texts
-from specmlx.demo.tasks import KINDS
+from specmlx.demo.tasks import KINDS, training_examples
 from specmlx.drafters.block_drafter import BlockDrafter
-from specmlx.drafters.checkpoint import build, load_drafter
-from specmlx.drafters.config import DFLASH2, DrafterConfig
+from specmlx.drafters.config import DFLASH2
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.settings import FREQUENCIES
+from specmlx.loading import load
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
-from specmlx.training.drafter import DraftLoss, LossFunction, draft_loss, sample_anchors
+from specmlx.training.dataset import Row
+from specmlx.training.drafter import DraftLoss, LossFunction, sample_anchors
 from specmlx.training.loop import Schedule, train
 from specmlx.training.mtp import mtp_loss
+from specmlx.training.run import Run, Settings, begun
 from specmlx.training.target import next_token_loss
 from specmlx.training.tokenizer import train_tokenizer
 
@@ -34,10 +36,10 @@ REVISIONS = (
     ((*KINDS, *5 * ("calendar", "letters")), 500),
     ((*KINDS, *9 * ("calendar",), *5 * ("letters",), *2 * ("sum",)), 700),
 )
-# Drafters begin on the target as it was at one step, while it goes on learning, and end on the finished one.
-SNAPSHOT = 3000
-FIRST_STEPS = {"dflash": 900, "dspark": 900, "mtp": 600}
-DRAFTER_STEPS = {"dflash": 1000, "dflash2": 500, "dspark": 1000, "mtp": 1000}
+DRAFTER_STEPS = {"dflash": 1200, "dflash2": 400, "dspark": 1200, "mtp": 1000}
+MTP_FIRST_STEPS = 600
+# What the drafters learn the target's own answers to.
+QUESTIONS = 8000
 BATCH, LENGTH = 8, 256
 DRAFTER_LENGTH, ANCHORS = 128, 24
 # Until which step, row length, kinds. To copy a name is learned from one kind in a minute, from all not in an hour.
@@ -120,12 +122,6 @@ DRAFTER_CONFIGS = {
     },
 }
 MTP_CONFIG = {"architectures": ["Qwen3_5MTP"], "model_type": "qwen3_5_mtp", "text_config": TARGET_CONFIG}
-LOSSES = {
-    "dflash": DraftLoss(soft=0.5, l1=0.5),
-    "dflash2": DraftLoss(soft=0.5, l1=0.5, selector=1.0),
-    "dspark": DraftLoss(soft=0.5, l1=0.5, confidence=0.1),
-    "mtp": DraftLoss(soft=0.5, l1=0.5),
-}
 
 
 def new_target() -> Model:
@@ -151,7 +147,7 @@ def new_target() -> Model:
 
 
 def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
-    """Train the target on packed chats of a tokenizer, checkpointing in `work`; `work`/snapshot keeps one state."""
+    """Train the target on packed chats of a tokenizer, checkpointing in `work`."""
     model = new_target()
     model.train()
     lessons = [(until, PackedChats(tokenizer, SEED, BATCH, length, kinds)) for until, length, kinds in LESSONS]
@@ -161,8 +157,6 @@ def train_target(tokenizer: Path, work: Path, steps: int) -> Model:
 
     # At 3e-3 the formats are learned as fast, but never to copy a word from the question.
     for record in train(model, next_token_loss, batch, Schedule(1e-3, steps, constant=0.6), work / "target"):
-        if record["step"] == SNAPSHOT:
-            save_float16(model, TARGET_CONFIG, work / "snapshot")
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
     for turn in range(len(REVISIONS)):
@@ -187,26 +181,21 @@ def _arrays(chats: PackedChats, step: int) -> tuple[mx.array, ...]:
 
 
 def train_drafter(kind: str, out: Path, work: Path, steps: int) -> BlockDrafter:
-    """Train a drafter of `kind` on the target in `out`, checkpointing in `work`.
+    """Train a drafter of `kind` for the target in `out` as `specmlx train` does, in `work`/`kind`.
 
-    DFlash 2 begins with the trained DFlash's trunk, which it is at first; the others with a lesson on the snapshot.
+    It learns the target's own answers to training questions. DFlash 2 begins with the trained DFlash's trunk.
     """
-    mx.random.seed(SEED + 1)
-    target = load_target(out / "target", dtype=mx.float32)[0]
-    config = DrafterConfig.from_dict(DRAFTER_CONFIGS[kind])
-    if kind == DFLASH2:
-        drafter = build(config, target)
-        trunk = load_drafter(out / "dflash", target, mx.float32).model
-        drafter.model.load_weights(tree_flatten(trunk.parameters()), strict=False)
-    else:
-        drafter = build(config, load_target(work / "snapshot", dtype=mx.float32)[0])
-        loss = draft_loss(drafter, drafter.target, LOSSES[kind])
-        schedule = Schedule(4e-3, FIRST_STEPS[kind], constant=1.0)
-        _draft_lesson(drafter.model, loss, out / "target", work / f"{kind}-first", schedule)
-        drafter = type(drafter)(drafter.model, target)
-    loss = draft_loss(drafter, target, LOSSES[kind])
-    _draft_lesson(drafter.model, loss, out / "target", work / kind, Schedule(4e-3, steps, constant=0.2))
-    return drafter
+    target, tokenizer = load(str(out / "target"), draft_model=None, dtype="float32")
+    questions = dict.fromkeys(example.question for example in training_examples("train", QUESTIONS))
+    rows = [Row(({"role": "user", "content": question},)) for question in questions]
+    init = str(out / "dflash") if kind == DFLASH2 else None
+    settings = Settings(DRAFTER_CONFIGS[kind], steps, init=init, learning_rate=4e-3, max_tokens=96, max_length=192)
+    folder = work / kind
+    run = Run(target, tokenizer, rows, settings, folder, resume=begun(folder))
+    for record in run.steps():
+        if record["step"] % 50 == 0:
+            click.echo(json.dumps(record), err=True)
+    return run.drafter
 
 
 def train_mtp(out: Path, work: Path, steps: int) -> MTP:
@@ -214,8 +203,8 @@ def train_mtp(out: Path, work: Path, steps: int) -> MTP:
     mx.random.seed(SEED + 1)
     target = load_target(out / "target", dtype=mx.float32)[0]
     drafter = MTP(MTPHead(target.config), target)
-    loss = mtp_loss(drafter, target, LOSSES["mtp"])
-    for name, count in (("mtp-first", FIRST_STEPS["mtp"]), ("mtp", steps)):
+    loss = mtp_loss(drafter, target, DraftLoss(soft=0.5, l1=0.5))
+    for name, count in zip(("mtp-first", "mtp"), (MTP_FIRST_STEPS, steps), strict=True):
         _draft_lesson(drafter.model, loss, out / "target", work / name, Schedule(4e-3, count, constant=0.2))
     return drafter
 

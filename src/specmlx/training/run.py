@@ -272,6 +272,11 @@ class Run:
         _replace(self.folder / SETTINGS, json.dumps(asdict(settings), indent=2) + "\n")
 
 
+def begun(out: Path) -> bool:
+    """Whether a folder holds a training to go on with."""
+    return (out / FOLDER / SETTINGS).exists()
+
+
 def check_room(out: Path, parameters: int, usage: Callable[[Path], Any] = shutil.disk_usage) -> None:
     """Raise ValueError where the disk of a folder has no room for the files of so many parameters."""
     # Weights, two moments, twice while the old file is still there; and the drafter itself.
