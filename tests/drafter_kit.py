@@ -76,6 +76,8 @@ def case_weights(case: str) -> dict[str, mx.array]:
         "dspark_gated": (*tables, "markov_w", "gate_proj", "confidence"),
         "dspark_rnn": (*tables, "markov_w", "joint_proj", "confidence"),
     }[case if case.startswith("dspark") else case.split("_")[0]]
+    if case != "dflash_biased":
+        weights = {name: w for name, w in weights.items() if not ("self_attn" in name and name.endswith("bias"))}
     parts = (*tables, "_conv.", "selector.", "markov_head.", "confidence")
     weights = {
         name: w

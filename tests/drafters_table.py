@@ -18,13 +18,20 @@ SETTINGS = (
 
 DRAFTERS = (
     Row(
-        "z-lab DFlash (full, sliding, causal, scaled, YaRN)",
+        "z-lab DFlash (full, sliding, causal, scaled, YaRN, biases)",
         "loads; z-lab's logits within 3e-5, the same tokens",
         "z-lab's torch code (PyPI: dflash 0.1.0)",
         (PUBLISHED,),
         (UNKNOWN, UNFIT, TENSORS),
         "drafters",
-        ("dflash_full", "dflash_sliding", "dflash_sliding_bidirectional", "dflash_causal_scaled", "dflash_yarn"),
+        (
+            "dflash_full",
+            "dflash_sliding",
+            "dflash_sliding_bidirectional",
+            "dflash_causal_scaled",
+            "dflash_yarn",
+            "dflash_biased",
+        ),
     ),
     Row(
         "z-lab DFlash 2 (full, sliding, causal, scaled)",
@@ -47,6 +54,14 @@ DRAFTERS = (
         (UNKNOWN, "test_pairing::test_frozen_copies_of_the_targets_tables_are_dropped"),
         "drafters",
         ("dspark", "dspark_gated", "dspark_rnn"),
+    ),
+    Row(
+        "deepseek-ai DSpark for Gemma 4 (`Gemma4DSparkModel`)",
+        "as above",
+        "DeepSpec's torch code",
+        ("test_gemma4::test_proposals_are_those_of_deepspecs_code",),
+        ("test_gemma4::test_what_deepspec_has_not_is_refused_in_one_line",),
+        "gemma4",
     ),
     Row(
         "RadixArk / SpecForge DSpark (`dflash_config`, `logit_head.`)",

@@ -137,8 +137,8 @@ TARGETS = (
         ("test_gguf::test_what_can_not_be_read_is_refused_in_one_line",),
     ),
     Row(
-        "any other mlx-lm model: Llama, Qwen3, Gemma 3, LFM2",
-        "runs; mlx-lm's tokens (Gemma 3 past its window: up to rounding)",
+        "any other mlx-lm model: Llama, Qwen3, Gemma 3 and 4, LFM2",
+        "runs; mlx-lm's tokens (Gemma past its window: up to rounding)",
         "mlx-lm's own classes in the test",
         (
             "test_any_lm::test_every_accepted_row_has_the_bits_of_one_row_a_pass",

@@ -19,6 +19,7 @@ import specmlx
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.pairing import check_pair
+from specmlx.drafters.vocabulary import logits_of
 from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
@@ -56,6 +57,15 @@ MODELS = {
     "llama": {},
     "qwen3": dict(tie_word_embeddings=False),
     "gemma3_text": dict(sliding_window=WINDOW, sliding_window_pattern=2, query_pre_attn_scalar=16),
+    "gemma4_text": dict(
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        global_head_dim=32,
+        num_kv_shared_layers=1,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=96,
+        final_logit_softcapping=None,
+    ),
     "lfm2": LFM,
 }
 
@@ -88,7 +98,7 @@ def test_every_accepted_row_has_the_bits_of_one_row_a_pass(name):
     assert states.replays == (name == "lfm2")
     theirs = by_steps(model.lm, stock_caches(model.lm), ids)
     # Past its window mlx-lm's cache is in rotated order, and so are its sums.
-    equal = WINDOW if name == "gemma3_text" else 40
+    equal = WINDOW if name.startswith("gemma") else 40
     assert same_bits(want[:equal], theirs[:equal])
     assert all(mx.allclose(a, b, rtol=0, atol=1e-4).item() for a, b in zip(want, theirs, strict=True))
 
@@ -147,7 +157,7 @@ def test_a_tap_is_the_residual_stream_after_its_layer_and_the_model_is_not_touch
     found = model.verify(states, ids, (2, 0))
     want = streams(theirs, ids)
     assert same_bits([found.features], [mx.concatenate([want[2], want[0]], axis=-1)])
-    assert same_bits([found.logits], [model.lm_head(theirs.model.norm(want[-1]))])
+    assert same_bits([found.logits], [logits_of(model.head, theirs.model.norm(want[-1]))])
     after = [(id(module), dict(module), dict(vars(module))) for _, module in theirs.named_modules()]
     assert [name for name, _, _ in before] == [name for name, _, _ in after]
     assert all(a is b for a, b in zip(layers, theirs.layers, strict=True))
@@ -172,17 +182,17 @@ def test_embedding_and_head_are_the_models_own(name):
     norm = "embedding_norm" if name == "lfm2" else "norm"
     model.lm.model[norm] = Norm(model.lm.model[norm])
     logits = model.lm(ids)
-    assert same_bits([model.lm_head(kept["h"])], [logits])
+    assert same_bits([logits_of(model.head, kept["h"])], [logits])
     assert same_bits([model.embed_tokens(ids)], [model.lm.model.embed_tokens.weight[ids]])
 
 
-def test_layers_that_return_more_than_their_rows_have_no_taps():
+def test_layers_whose_rows_are_not_what_they_return_first_have_no_taps():
     model = AnyLM(random_lm("llama"))
     layer = model.layers[1]
 
     class Pair(type(layer)):
         def __call__(self, *args, **kwargs):
-            return super().__call__(*args, **kwargs), None
+            return None, super().__call__(*args, **kwargs)
 
     layer.__class__ = Pair
     states = model.new_states()
@@ -236,7 +246,7 @@ def test_a_model_whose_code_takes_one_row_by_another_way_than_several_agrees_to_
     want = by_steps(model.lm, stock_caches(model.lm), ids)
     got = in_rounds(model, model.new_states(), ids, seed=3)
     assert all(mx.allclose(a, b, rtol=0, atol=1e-4).item() for a, b in zip(got, want, strict=True))
-    assert model.lm_head(model.embed_tokens(tokens(1, 3))).shape == (1, 3, 96)
+    assert logits_of(model.head, model.embed_tokens(tokens(1, 3))).shape == (1, 3, 96)
 
 
 def test_replay_is_bounded_and_the_states_say_that_it_may_happen():

@@ -19,6 +19,7 @@ CASES = [
     "dspark_yarn",
     "dspark_gated",
     "dspark_rnn",
+    "dflash_biased",
 ]
 
 

@@ -102,7 +102,7 @@ class RowsAsLogits:
     def __init__(self, target):
         self.config, self.model, self.embed_tokens = target.config, target.model, target.embed_tokens
 
-    def lm_head(self, hidden: mx.array) -> mx.array:
+    def head(self, hidden: mx.array) -> mx.array:
         return hidden
 
 

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from specmlx.drafters.checkpoint import load_drafter
-from specmlx.drafters.config import DFLASH, DFLASH2, FULL, SLIDING, DrafterConfig, is_language_model
+from specmlx.drafters.config import DFLASH, DFLASH2, FULL, GEMMA4, SLIDING, DrafterConfig, is_language_model
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.formats.checkpoint import read_config, safetensors, weight_files
@@ -114,8 +114,12 @@ def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any
     windows = {window for window in parsed.windows if window}
     if len(windows) > 1:
         raise ValueError(f"the drafter's layers have windows {sorted(windows)}: one config.json can't say that")
+    if parsed.family == GEMMA4:
+        architecture = "Gemma4DSparkModel"
+    elif parsed.frozen_copies:
+        architecture = "Qwen3DSparkModel"
     plain = {
-        "architectures": ["Qwen3DSparkModel" if parsed.frozen_copies else architecture],
+        "architectures": [architecture],
         "model_type": "qwen3",
         **{name: getattr(parsed, name) for name in names},
         "block_size": parsed.block_size,
@@ -127,6 +131,10 @@ def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any
         "dflash_config": {name: getattr(parsed, name) for name in nested},
         **{key: config[key] for key in ("quantization", "quantization_config") if config.get(key)},
     }
+    if parsed.family == GEMMA4:
+        plain |= {"attention_k_eq_v": parsed.attention_k_eq_v, "global_head_dim": parsed.head_dim}
+        plain |= {"num_global_key_value_heads": parsed.num_key_value_heads}
+        plain["rope_parameters"] = {"full_attention": plain["rope_parameters"]}
     plain = json.loads(json.dumps({key: value for key, value in plain.items() if value is not None}))
     again = DrafterConfig.from_dict(plain)
     if different := [name for name, value in vars(again).items() if not _same(name, value, parsed)]:

@@ -84,6 +84,7 @@ CASES = {
     "dspark_yarn": dict(DEEPSPEC, rope_parameters=YARN, confidence_head_with_markov=False),
     "dspark_gated": dict(DEEPSPEC, markov_head_type="gated"),
     "dspark_rnn": dict(DEEPSPEC, markov_head_type="rnn"),
+    "dflash_biased": dict(DFLASH, layer_types=[F, F], attention_bias=True),
 }
 
 
@@ -125,6 +126,10 @@ def random_weights() -> dict[str, torch.Tensor]:
         parameters = Qwen3DSparkModel(qwen3_config(CASES[case])).named_parameters()
         for name, shape in sorted((name, p.shape) for name, p in parameters if name not in weights):
             weights[name] = (1.5 * torch.randn(shape) / (shape[-1] ** 0.5 if len(shape) > 1 else 2)).half()
+    torch.manual_seed(4)
+    biased = DFlashDraftModel(qwen3_config(CASES["dflash_biased"])).named_parameters()
+    for name, shape in sorted((name, p.shape) for name, p in biased if name not in weights):
+        weights[name] = (0.5 * torch.randn(shape)).half()
     return weights
 
 

@@ -22,7 +22,8 @@ class Attention(nn.Module):
         bias = config.attention_bias
         self.q_proj = nn.Linear(D, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(D, kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(D, kv_heads * self.head_dim, bias=bias)
+        if not config.attention_k_eq_v:
+            self.v_proj = nn.Linear(D, kv_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * self.head_dim, D, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)

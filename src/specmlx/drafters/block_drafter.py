@@ -9,7 +9,7 @@ import mlx.nn as nn
 from specmlx.drafters.block import BlockTrunk, Join
 from specmlx.drafters.context import SLACK, Context, Rows
 from specmlx.drafters.pairing import TargetSizes
-from specmlx.drafters.vocabulary import DraftVocabulary
+from specmlx.drafters.vocabulary import DraftVocabulary, logits_of
 from specmlx.formats.identity import fingerprint
 from specmlx.state.kv import reserve, write
 
@@ -18,13 +18,11 @@ DRAFT_WINDOW = 4096
 
 
 class Target(Protocol):
-    """What a drafter uses of its target: its sizes, its embedding and its head, as a function and as a layer."""
+    """What a drafter uses of its target: its sizes, its embedding and its head's layer."""
 
     config: TargetSizes
 
     def embed_tokens(self, ids: mx.array) -> mx.array: ...
-
-    def lm_head(self, hidden: mx.array) -> mx.array: ...
 
     @property
     def head(self) -> nn.Module: ...
@@ -161,7 +159,8 @@ class BlockDrafter:
         elif self.config.own_head:
             logits = self.model.lm_head(hidden)
         else:
-            logits = self.model.embed_tokens.as_linear(hidden) if own else self.target.lm_head(hidden)
+            # Not by the target's own code: what it does to logits, a drafter's config says once more.
+            logits = logits_of(self.model.embed_tokens if own else self.target.head, hidden)
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         if cap := self.config.final_logit_softcapping:

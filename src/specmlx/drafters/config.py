@@ -3,14 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from specmlx.drafters.packaging import check_types, unpacked
+from specmlx.drafters.packaging import GEMMA4_DSPARK, check_types, gemma4_words, unpacked
 from specmlx.drafters.rope import ROPE_TYPES, rope_type
 
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
+QWEN3, GEMMA4 = "qwen3", "gemma4"
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT_BLOCK = 16
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
-DSPARK_NAMES = (["Qwen3DSparkModel"], ["DSparkDraftModel"], ["Lfm2DSparkDraftModel"])
+DSPARK_NAMES = (["Qwen3DSparkModel"], GEMMA4_DSPARK, ["DSparkDraftModel"], ["Lfm2DSparkDraftModel"])
 # How mlx names its own; the others are told by the tensors (see `formats.scaled`).
 QUANTIZATIONS = ("modelopt", "compressed-tensors", "fp8", "nvfp4")
 # Of a matrix or a vocabulary, and of layers: what a file that is no model might say would take all memory.
@@ -27,6 +28,8 @@ class DrafterConfig:
     sample_from_anchor: whether the first of them, the anchor's, proposes the token after it (DSpark), or nothing
         and every other row the token at its own position (DFlash, DFlash 2).
     windows: each layer's sliding window, None where it attends to everything.
+    family: whose layers it has, Qwen 3's or Gemma 4's.
+    attention_k_eq_v: whether values are the keys' projection (Gemma 4).
     draft_vocab_size: rows of the drafter's own head, where it has one: fewer than vocab_size for a reduced vocabulary.
     frozen_copies: whether the tables in its files are the target's own (deepseek-ai).
     own_embedding, own_head: whether it has these tables itself; its embedding is then the head too, where it has none.
@@ -54,6 +57,8 @@ class DrafterConfig:
     max_position_embeddings: int | None = None
     rope_is_neox_style: bool = True
     attention_bias: bool = False
+    family: str = QWEN3
+    attention_k_eq_v: bool = False
     draft_vocab_size: int | None = None
     frozen_copies: bool = False
     own_embedding: bool = False
@@ -94,7 +99,7 @@ class DrafterConfig:
     def from_dict(cls, config: dict[str, Any]) -> "DrafterConfig":
         """Read a config.json. Raises ValueError, one line, for what is incomplete or not supported."""
         check_types(config)
-        config = unpacked(config)
+        config = gemma4_words(unpacked(config))
         kind = kind_of(config)
         _refuse_variations(config, kind)
         lookup = _Lookup(config)
@@ -126,7 +131,9 @@ class DrafterConfig:
             is_causal=lookup.nested.get("causal") if causal is None else causal,
             rope_scaling=rope,
             max_position_embeddings=config.get("max_position_embeddings"),
-            frozen_copies=config.get("architectures") == ["Qwen3DSparkModel"],
+            frozen_copies=config.get("architectures") in (["Qwen3DSparkModel"], GEMMA4_DSPARK),
+            family=GEMMA4 if config.get("architectures") == GEMMA4_DSPARK else QWEN3,
+            attention_k_eq_v=config.get("architectures") == GEMMA4_DSPARK and bool(config.get("attention_k_eq_v")),
             rope_is_neox_style=bool(lookup("rope_is_neox_style", True)),
             draft_vocab_size=lookup.size("draft_vocab_size", sizes["vocab_size"]),
             attention_bias=bool(config.get("attention_bias", False)),
@@ -262,6 +269,9 @@ def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
         raise ValueError("config.json has no rope_theta, neither at its top nor in rope_parameters")
     if (kind := rope_type(rope)) not in ROPE_TYPES:
         raise ValueError(f"this drafter uses rope_type {kind!r}: not supported yet")
+    turned = rope.get("partial_rotary_factor", 1.0)
+    if kind == "proportional" and not (isinstance(turned, int | float) and 0 < turned <= 1):
+        raise ValueError(f"rope_type {kind!r} needs a partial_rotary_factor up to 1, config.json has {turned!r}")
     if kind in ("linear", "yarn") and not (rope.get("factor") or 0) > 0:
         raise ValueError(f"rope_type {kind!r} needs a factor, config.json has {rope.get('factor')!r}")
     limits = rope.get("original_max_position_embeddings"), config.get("max_position_embeddings")

@@ -3,10 +3,11 @@
 import mlx.core as mx
 import mlx.nn as nn
 
-from specmlx.drafters.block import BlockTrunk
+from specmlx.drafters.block import BlockTrunk, Layer
 from specmlx.drafters.block_drafter import BlockDrafter
-from specmlx.drafters.config import DrafterConfig
+from specmlx.drafters.config import GEMMA4, DrafterConfig
 from specmlx.drafters.context import Context
+from specmlx.drafters.gemma4 import Gemma4Layer
 from specmlx.drafters.markov import ConfidenceHead, MarkovHead
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.drafters.vocabulary import dense_rows, take_rows
@@ -17,7 +18,7 @@ class DSparkTrunk(BlockTrunk):
     """The trunk with DSpark's heads, by DeepSpec's names."""
 
     def __init__(self, config: DrafterConfig):
-        super().__init__(config)
+        super().__init__(config, Gemma4Layer if config.family == GEMMA4 else Layer)
         self.markov_head = MarkovHead(config)
         if config.enable_confidence_head:
             self.confidence_head = ConfidenceHead(config)

@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from specmlx.drafters.block_drafter import Target
 from specmlx.drafters.proposal import DraftPolicy, Proposal
-from specmlx.drafters.vocabulary import DraftVocabulary
+from specmlx.drafters.vocabulary import DraftVocabulary, logits_of
 from specmlx.formats.identity import fingerprint
 from specmlx.state.kv import KV, merge, reserve, take, write
 from specmlx.targets.config import FULL, HybridConfig
@@ -199,7 +199,7 @@ class MTP:
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits `[..., V]` of the head's normed rows `[..., D]`, by the target's own head or rows of it."""
         hidden = hidden.astype(self.target.model.norm.weight.dtype)
-        return self.target.lm_head(hidden) if self.shortlist is None else self.shortlist(hidden)
+        return logits_of(self.head(), hidden)
 
     def head(self) -> nn.Module:
         """The layer that logits come from."""

@@ -1,7 +1,9 @@
-"""The speculators package's config.json, in the words of the other publishers."""
+"""config.json of the speculators package and of Gemma 4 drafters, in the words of the other publishers."""
 
+import math
 from typing import Any
 
+GEMMA4_DSPARK = ["Gemma4DSparkModel"]
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
 _KEPT = (
     "block_size",
@@ -112,6 +114,36 @@ def unpacked(config: dict[str, Any]) -> dict[str, Any]:
         "is_causal": _is_causal(config, kind),
     }
     return result
+
+
+def gemma4_words(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of DeepSpec's drafters for Gemma 4 as others write theirs; any other as it is.
+
+    It is a copy of the target's; all layers attend as the target's full-attention layers do. Raises ValueError for
+    what DeepSpec has not either.
+    """
+    if config.get("architectures") != GEMMA4_DSPARK:
+        return config
+    others = {
+        "enable_moe_block": config.get("enable_moe_block"),
+        "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input"),
+        "num_kv_shared_layers": config.get("num_kv_shared_layers"),
+        "hidden_activation": config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
+    }
+    if found := [name for name, value in others.items() if value]:
+        raise ValueError(f"this Gemma 4 drafter has {found[0]} {config[found[0]]!r}: not supported yet")
+    rope = (config.get("rope_parameters") or {}).get("full_attention")
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters has full_attention {rope!r}: how are a Gemma 4 drafter's rows turned?")
+    check_types(rope)
+    kv_heads = "num_global_key_value_heads" if config.get("attention_k_eq_v") else "num_key_value_heads"
+    scale = math.sqrt(size) if type(size := config.get("hidden_size")) is int and size > 0 else None
+    return config | {
+        "head_dim": config.get("global_head_dim"),
+        "num_key_value_heads": config.get(kv_heads),
+        "rope_parameters": rope,
+        "input_embedding_scale": config.get("input_embedding_scale") or scale,
+    }
 
 
 def _sample_from_anchor(config: dict[str, Any], kind: str) -> bool:

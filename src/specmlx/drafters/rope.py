@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-ROPE_TYPES = ("default", "linear", "yarn", "mrope")  # mrope, on text, is the default rope
+ROPE_TYPES = ("default", "linear", "yarn", "mrope", "proportional")  # mrope, on text, is the default rope
 
 
 def rope_type(scaling: dict[str, Any]) -> str:
@@ -34,6 +34,11 @@ class Rotary:
         periods = [theta ** (i / dims) for i in range(0, dims, 2)]
         if rope_type(scaling) == "linear":
             periods = [scaling["factor"] * period for period in periods]
+        elif rope_type(scaling) == "proportional":
+            # Gemma 4: the first pairs of the whole head turn, the others never.
+            turned = int(scaling.get("partial_rotary_factor", 1.0) * dims // 2)
+            stretch = scaling.get("factor", 1.0)
+            periods = [stretch * period if i < turned else math.inf for i, period in enumerate(periods)]
         elif rope_type(scaling) == "yarn":
             original = scaling.get("original_max_position_embeddings") or max_positions
             ramp = _yarn_ramp(dims, theta, scaling, original)

@@ -77,6 +77,12 @@ def take_rows(layer: nn.Linear | nn.Embedding, ids: mx.array) -> nn.Module:
     return rows
 
 
+def logits_of(head: nn.Module, hidden: mx.array) -> mx.array:
+    """Logits `[..., V]` of rows `[..., D]` by a head, or a table that is one."""
+    tables = (nn.Embedding, nn.QuantizedEmbedding)
+    return head.as_linear(hidden) if isinstance(head, tables) else head(hidden)
+
+
 def dense_rows(layer: nn.Linear, ids: mx.array) -> mx.array:
     """Rows `[..., K]` of a plain or quantized layer `[N, K]` for ids `[...]`. Raises ValueError for another kind."""
     if isinstance(layer, nn.QuantizedLinear):

@@ -95,11 +95,6 @@ class AnyLM(Drafted, nn.Module):
         """Embeddings `[..., D]` of token ids `[...]`, as they are in the table."""
         return self.embedding(ids)
 
-    def lm_head(self, h: mx.array) -> mx.array:
-        """Logits `[..., V]` of hidden rows `[..., D]` that the final norm has seen, by the model's own code."""
-        rows = h.reshape(1, -1, h.shape[-1])
-        return self._outline.head(rows).reshape(*h.shape[:-1], -1)
-
     def new_states(self, batch: int = 1) -> CacheStates:
         """The state of a conversation before its first row. Raises ValueError for more than one lane."""
         if batch != 1:

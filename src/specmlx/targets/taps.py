@@ -45,14 +45,6 @@ class Outline:
             raise ValueError(f"{type(self.model).__module__} did not run layers {missing} of its list: no taps there")
         return logits, mx.concatenate([taps[i] for i in tap_ids], axis=-1)
 
-    def head(self, h: mx.array) -> mx.array:
-        """Logits of normed rows `[B, T, D]`: the model's own code, its inner model replaced by one that returns `h`."""
-        if not self._path:
-            raise ValueError(f"{type(self.model).__module__} has no inner model: its head can't be run by itself")
-        top, parent = self._copied(self._path[:-1])
-        dict.__setitem__(parent, self._path[-1], _Given(self.inner, h))
-        return top(mx.zeros(h.shape[:2], dtype=mx.int32))
-
     def _copied(self, path: list[str]) -> tuple[nn.Module, nn.Module]:
         """Copies of the modules along a path from the model: the first and the last of them."""
         copy = top = _shallow(self.model)
@@ -71,10 +63,12 @@ class _Tapped:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         out = self._layer(*args, **kwargs)
-        if not isinstance(out, mx.array):
+        # Gemma 4's layers return their keys and values too, behind their rows.
+        rows = out[0] if isinstance(out, tuple) and out else out
+        if not isinstance(rows, mx.array) or rows.shape != args[0].shape:
             kind = f"{type(self._layer).__module__}.{type(self._layer).__name__}"
             raise ValueError(f"{kind} returns a {type(out).__name__}, not its rows: no taps there")
-        self._taps[self._index] = out
+        self._taps[self._index] = rows
         return out
 
     def __getattr__(self, name: str) -> Any:
@@ -82,19 +76,6 @@ class _Tapped:
 
     def __contains__(self, name: str) -> bool:
         return name in self._layer
-
-
-class _Given:
-    """An inner model that has run: it returns rows whatever it is called with."""
-
-    def __init__(self, inner: nn.Module, h: mx.array):
-        self._inner, self._h = inner, h
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        return self._h
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 def _shallow(module: nn.Module) -> nn.Module:
