@@ -39,9 +39,13 @@ class Attention(nn.Module):
 
     def keys_values(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
         """Keys (normed, roped) and values `[B, H, T, D]` of rows `[B, T, hidden]`, context or block alike."""
-        return self._keys_values(*products(x, self.k_proj, self.v_proj), positions)
+        return self._keys_values(products(x, *self._sources()), positions)
 
-    def _keys_values(self, keys: mx.array, values: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
+    def _sources(self) -> list[nn.Module]:
+        return [self.k_proj, self.v_proj] if "v_proj" in self else [self.k_proj]
+
+    def _keys_values(self, projected: list[mx.array], positions: mx.array) -> tuple[mx.array, mx.array]:
+        keys, values = projected[0], projected[-1]
         B, T, _ = keys.shape
         keys = self.rope(self.k_norm(keys.reshape(B, T, -1, self.head_dim)), positions)
         return keys.transpose(0, 2, 1, 3), values.reshape(B, T, -1, self.head_dim).transpose(0, 2, 1, 3)
@@ -51,10 +55,10 @@ class Attention(nn.Module):
     ) -> mx.array:
         """Rows `[B, R, hidden]`, plus `residual`."""
         B, R, _ = x.shape
-        queries, keys, values = products(x, self.q_proj, self.k_proj, self.v_proj)
+        queries, *projected = products(x, self.q_proj, *self._sources())
         queries = self.q_norm(queries.reshape(B, R, -1, self.head_dim))
         queries = self.rope(queries, positions).transpose(0, 2, 1, 3)
-        keys, values = join(*self._keys_values(keys, values, positions))
+        keys, values = join(*self._keys_values(projected, positions))
         o = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
         return added(residual, self.o_proj, o.transpose(0, 2, 1, 3).reshape(B, R, -1))
 

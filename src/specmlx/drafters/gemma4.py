@@ -3,8 +3,9 @@
 import mlx.core as mx
 import mlx.nn as nn
 
-from specmlx.drafters.block import MLP, Attention, Join
+from specmlx.drafters.block import Attention, Join
 from specmlx.drafters.config import DrafterConfig
+from specmlx.kernels.linear import products
 
 
 class Gemma4Attention(Attention):
@@ -15,18 +16,22 @@ class Gemma4Attention(Attention):
         self.eps = config.rms_norm_eps
         self.scale = 1.0
 
-    def keys_values(self, x: mx.array, positions: mx.array) -> tuple[mx.array, mx.array]:
-        """See `block.Attention`."""
-        B, T, _ = x.shape
-        keys = self.k_proj(x).reshape(B, T, -1, self.head_dim)
-        values = self.v_proj(x).reshape(B, T, -1, self.head_dim) if "v_proj" in self else keys
-        values = mx.fast.rms_norm(values, None, self.eps)
-        return self.rope(self.k_norm(keys), positions).transpose(0, 2, 1, 3), values.transpose(0, 2, 1, 3)
+    def _keys_values(self, projected: list[mx.array], positions: mx.array) -> tuple[mx.array, mx.array]:
+        keys, values = super()._keys_values(projected, positions)
+        return keys, mx.fast.rms_norm(values, None, self.eps)
 
 
-class Gemma4MLP(MLP):
+class Gemma4MLP(nn.Module):
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        D, hidden = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(D, hidden, bias=False)
+        self.up_proj = nn.Linear(D, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, D, bias=False)
+
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.gelu_approx(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = products(x, self.gate_proj, self.up_proj)
+        return self.down_proj(nn.gelu_approx(gate) * up)
 
 
 class Gemma4Layer(nn.Module):
