@@ -4,48 +4,15 @@ import random
 
 import mlx.core as mx
 import pytest
+from batch_kit import COUNTS, PROMPTS, KnowsTheTexts, ids_alone, in_lanes
 from rig import SMALL, leaves, same_bits, small_tokenizer, tiny
-from scripted import Context, right_with
+from scripted import right_with
 
 from specmlx import PromptCache, batch_generate, generate, load, load_drafter, make_logits_processors, make_sampler
 from specmlx.drafters.proposal import Proposal
 from specmlx.generation import stream_generate
-from specmlx.prompt_cache import make_prompt_cache
-from specmlx.responses import Reply
-from specmlx.scheduler import Job, Scheduler
 from specmlx.speculation.lane_policy import LanePolicy, grouped
 from specmlx.speculation.policy import Policy
-from specmlx.speculation.stats import Stats
-from specmlx.speculation.stops import StopStrings
-
-# Below, on and above the grid of 64 rows; one token alone.
-PROMPTS = [[7, 8, 9] * 30, [4], [20] * 64, [30, 31] * 33, [5] * 3, list(range(10, 140))]
-COUNTS = [19, 30, 7, 12, 1, 24]
-
-
-class KnowsTheTexts:
-    """Proposes what the texts that begin as its rows do say next, with errors: each lane accepts another count."""
-
-    tap_ids = ()
-    max_width = 6
-
-    def __init__(self, texts: list[list[int]]):
-        self.texts = texts
-        self.guess = right_with(0.7)
-
-    def new_context(self, batch: int = 1, start: int = 0) -> Context:
-        assert batch == 1 and start == 0
-        return Context(start)
-
-    def propose(self, context, anchor, width, policy):
-        seen = [*context.tokens, *anchor.tolist()]
-        text = next(text for text in self.texts if text[: len(seen)] == seen)
-        right = (text[len(seen) :] + [0] * width)[:width]
-        drafts = [self.guess(len(seen) + s, s, token) % 282 for s, token in enumerate(right)]
-        return Proposal(mx.array([drafts], dtype=mx.int32))
-
-    def observe(self, context, tokens, features, count):
-        context.show(tokens[0, :count].tolist())
 
 
 class Uniform(KnowsTheTexts):
@@ -67,12 +34,6 @@ def demo():
     return load()
 
 
-def ids_alone(model, tokenizer, prompt, count, **options):
-    cache = make_prompt_cache(model)
-    found = [r.token for r in stream_generate(model, tokenizer, prompt, count, prompt_cache=cache, **options)]
-    return found, cache
-
-
 def questions(tokenizer, n=6):
     from specmlx.demo.tasks import KINDS, held_out_examples
 
@@ -92,16 +53,8 @@ def test_a_lane_has_the_tokens_and_the_state_that_it_would_have_alone(dtype, bit
         for p, n, o in zip(PROMPTS, COUNTS, options, strict=True)
     ]
     drafter = KnowsTheTexts([prompt + ids for prompt, (ids, _) in zip(PROMPTS, alone, strict=True)])
-    scheduler = Scheduler(model, tokenizer, drafter, None, max_lanes=3, prompt_cache=PromptCache())
-    jobs, given = [], [[] for _ in PROMPTS]
-    for prompt, count, option, tokens in zip(PROMPTS, COUNTS, options, given, strict=True):
-        policy, stats = Policy(option.get("sampler"), None, option.get("seed")), Stats("speculative")
-        reply = Reply(tokenizer, StopStrings(()), len(prompt), stats)
-        take, done = (lambda r, tokens=tokens: tokens.append(r.token)), (lambda error: None)
-        jobs.append(Job(prompt, policy, reply, stats, take, done, frozenset({281}), count))
-        scheduler.add(jobs[-1])
-    while not scheduler.idle:
-        scheduler.step()
+    policies = [Policy(option.get("sampler"), None, option.get("seed")) for option in options]
+    given, jobs = in_lanes(model, tokenizer, drafter, PROMPTS, COUNTS, policies)
     assert given == [ids for ids, _ in alone]
     for job, (_, cache) in zip(jobs, alone, strict=True):
         # The last round's rows are in here as there: processed and pending are what was given.

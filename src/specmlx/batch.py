@@ -11,6 +11,7 @@ import mlx.core as mx
 from specmlx.drafters.proposal import Drafter
 from specmlx.generation import check_max_tokens, choose_drafter, encode_prompt, plain_sampler, wrapped_tokenizer
 from specmlx.loading import AUTO
+from specmlx.prompt_cache import open_cache
 from specmlx.responses import GenerationResponse, Reply
 from specmlx.scheduler import Job, Scheduler
 from specmlx.speculation.policy import Policy
@@ -18,6 +19,7 @@ from specmlx.speculation.processors import Processor
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
 from specmlx.speculation.width import FULL
+from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
 
@@ -78,12 +80,23 @@ class Jobs:
         self.drafter: Drafter | None
         self.drafter, self._stats = choose_drafter(self.model, draft_model, num_draft_tokens, Policy())
 
-    def scheduler(self, **options: Any) -> Scheduler:
-        """Raises ValueError for `max_lanes` or `prefill_step_size` below 1."""
+    def scheduler(
+        self,
+        kv_bits: int | str | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 5000,
+        **options: Any,
+    ) -> Scheduler:
+        """Options as `batch_generate`'s. Raises ValueError for those that can't be honoured."""
         for name in ("max_lanes", "prefill_step_size"):
             if options.get(name, 1) < 1:
                 raise ValueError(f"{name} is {options[name]}: it must be at least 1")
-        return Scheduler(self.model, self.tokenizer, self.drafter, self.num_draft_tokens, **options)
+        kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
+        # Refused before any prompt runs.
+        open_cache(self.model, None, kv_format)
+        return Scheduler(
+            self.model, self.tokenizer, self.drafter, self.num_draft_tokens, kv_format=kv_format, **options
+        )
 
     def new(
         self,
@@ -154,6 +167,10 @@ def batch_generate(
     stop: str | Sequence[str] | None = (),
     max_lanes: int = 32,
     prefill_step_size: int = 2048,
+    max_kv_size: int | None = None,
+    kv_bits: int | str | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = 5000,
 ) -> BatchResponse:
     """Answer several prompts together, as mlx_lm's `batch_generate` does; each text is what it would be alone.
 
@@ -163,6 +180,7 @@ def batch_generate(
         max_tokens, sampler, seed: one for all prompts, or a list with one each.
         logits_processors: a list for all prompts (objects of specmlx's only), or a list of such lists, one each.
         max_lanes: prompts that decode together; the others wait.
+        max_kv_size, kv_bits, kv_group_size, quantized_kv_start: as in `stream_generate`, for each prompt.
 
     A prompt that fails while it runs fails alone: its text is None and `errors` holds the exception. Raises ValueError
     for options and prompts that can't be honoured, before any prompt runs.
@@ -171,7 +189,13 @@ def batch_generate(
         raise ValueError("prompts is one text: give a list of them, or use generate")
     jobs = Jobs(model, tokenizer, draft_model, num_draft_tokens)
     scheduler = jobs.scheduler(
-        max_lanes=max_lanes, prefill_step_size=prefill_step_size, prompt_cache=_store(prompt_cache)
+        kv_bits,
+        kv_group_size,
+        quantized_kv_start,
+        max_kv_size=max_kv_size,
+        max_lanes=max_lanes,
+        prefill_step_size=prefill_step_size,
+        prompt_cache=_store(prompt_cache),
     )
     n = len(prompts)
     each = zip(

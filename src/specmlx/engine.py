@@ -67,6 +67,7 @@ class Engine:
         draft_model, num_draft_tokens: as in `stream_generate`, for all requests; a number or "full" (the default).
         max_lanes: requests that decode together. max_waiting: requests beyond those that run; one more is refused.
         prompt_cache: a `PromptCache`: prompts are then whole conversations, of which only what is new is run.
+        max_kv_size, kv_bits, kv_group_size, quantized_kv_start: as in `stream_generate`, for every request.
     """
 
     def __init__(
@@ -80,12 +81,22 @@ class Engine:
         max_waiting: int = 256,
         prefill_step_size: int = 2048,
         prompt_cache: PromptCache | None = None,
+        max_kv_size: int | None = None,
+        kv_bits: int | str | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 5000,
     ):
         if max_waiting < 1:
             raise ValueError(f"max_waiting is {max_waiting}: it must be at least 1")
         self._jobs = Jobs(model, tokenizer, draft_model, num_draft_tokens)
         self._scheduler = self._jobs.scheduler(
-            max_lanes=max_lanes, prefill_step_size=prefill_step_size, prompt_cache=prompt_cache
+            kv_bits,
+            kv_group_size,
+            quantized_kv_start,
+            max_kv_size=max_kv_size,
+            max_lanes=max_lanes,
+            prefill_step_size=prefill_step_size,
+            prompt_cache=prompt_cache,
         )
         self.max_waiting = max_waiting
         self._changed = threading.Condition()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specmlx.drafters.proposal import Drafter
-from specmlx.limits import check_memory, context_limit, tokens_left
+from specmlx.limits import check_memory, context_limit, tokens_left, warn_if_full
 from specmlx.prompt_cache import open_cache
 from specmlx.responses import GenerationResponse, Reply
 from specmlx.reuse import Reuse, reusing
@@ -16,9 +16,11 @@ from specmlx.speculation.lanes import Lane, Lanes
 from specmlx.speculation.loop import Token, generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.prefill import prefill
+from specmlx.speculation.stages import Stages
 from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation
 from specmlx.state.layers import LayerStates
+from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
 
 ALONE = "this model's state can't hold several lanes: requests take turns"
@@ -28,7 +30,8 @@ ALONE = "this model's state can't hold several lanes: requests take turns"
 class Job:
     """A request on its way. `emit` gets its responses, `done` what ended it: None or an exception; once, at the end.
 
-    Setting `cancelled` ends it at the next step, without a word more.
+    Setting `cancelled` ends it at the next step, without a word more. `limit`: how long the conversation may get and
+    what says so, where that is what `max_tokens` comes from.
     """
 
     ids: list[int]
@@ -41,6 +44,7 @@ class Job:
     max_tokens: int
     cancelled: bool = False
     over: bool = False
+    limit: tuple[int, str] | None = None
     conversation: Conversation | None = None
     reuse: Reuse | None = None
     steps: Iterator | None = None
@@ -51,6 +55,8 @@ class Job:
         """Turn a token into a response; True if the request is over with it."""
         response = self.reply.feed(token)
         self.emit(response)
+        if self.limit:
+            warn_if_full(self.limit, response)
         return response.finish_reason is not None or self.cancelled
 
 
@@ -70,13 +76,17 @@ class Scheduler:
         max_lanes: int = 8,
         prefill_step_size: int = 2048,
         prompt_cache: PromptCache | None = None,
+        max_kv_size: int | None = None,
+        kv_format: KVFormat | None = None,
     ):
         self.model, self.tokenizer, self.drafter = model, tokenizer, drafter
         self.width = width
         self.max_lanes = max_lanes
         self.prefill_step_size = prefill_step_size
         self.prompt_cache = prompt_cache
-        self.lanes = Lanes(model, drafter, width)
+        self.limit = context_limit(model, max_kv_size)
+        self.kv_format = kv_format
+        self.lanes = self._new_lanes()
         self.passes = 0
         self.together = isinstance(model.new_states(), LayerStates)
         self._waiting: deque[Job] = deque()
@@ -124,10 +134,16 @@ class Scheduler:
         jobs = [*self._waiting, *([self._prefilling] if self._prefilling else []), *self._running]
         self._waiting.clear()
         self._prefilling, self._running = None, []
-        self.lanes = Lanes(self.model, self.drafter, self.width)
+        self.lanes = self._new_lanes()
         for job in jobs:
             job.cancelled = True
             self._end(job, error)
+
+    def _new_lanes(self) -> Lanes | Stages:
+        def new() -> Lanes:
+            return Lanes(self.model, self.drafter, self.width)
+
+        return new() if self.kv_format is None else Stages(new, self.kv_format.start)
 
     def _sweep(self) -> None:
         for job in [job for job in self._waiting if job.cancelled]:
@@ -149,15 +165,15 @@ class Scheduler:
 
     def _begin(self, job: Job) -> None:
         options: dict[str, Any] = {}
-        left = tokens_left(context_limit(self.model), len(job.ids))
-        check_memory(self.model, len(job.ids))
+        left = tokens_left(self.limit, len(job.ids))
+        check_memory(self.model, len(job.ids), self.kv_format)
         if left is not None and not 0 < job.max_tokens <= left:
-            job.max_tokens = left
+            job.max_tokens, job.limit = left, self.limit
         if self.prompt_cache is not None:
-            cache = reusing(self.prompt_cache, self.model, self.tokenizer, self.drafter, job.ids)
+            cache = reusing(self.prompt_cache, self.model, self.tokenizer, self.drafter, job.ids, self.kv_format)
             job.reuse = job.resources.enter_context(cache)
             options = job.reuse.options(None)
-        job.conversation = open_cache(self.model, job.reuse and job.reuse.conversation)
+        job.conversation = open_cache(self.model, job.reuse and job.reuse.conversation, self.kv_format)
         cached = job.reuse.length if job.reuse else 0
         job.reply.cached_tokens = cached
         if self.together:
@@ -206,11 +222,12 @@ class Scheduler:
         if self.together:
             try:
                 self.lanes.join([job.lane for job in self._running if job.lane not in self.lanes.lanes])
-                self.passes += 1
+                rounds = self.lanes.rounds
                 done = self.lanes.round()
+                self.passes += self.lanes.rounds - rounds
             except Exception as error:
                 jobs, self._running = self._running, []
-                self.lanes = Lanes(self.model, self.drafter, self.width)
+                self.lanes = self._new_lanes()
                 for job in jobs:
                     self._end(job, error)
                 return

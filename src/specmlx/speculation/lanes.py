@@ -96,6 +96,7 @@ class Lanes:
                 lane.conversation.draft = context and Draft(self.drafter, context, states.start)
         self.lanes = [self.lanes[i] for i in stay]
         self._states = self._states.lanes(stay) if stay else None
+        self._bound()
         if self._drafts is not None:
             self._drafts.keep(stay)
         self._groups = grouped([lane.policy for lane in self.lanes])
@@ -134,14 +135,25 @@ class Lanes:
             if over:
                 done.append(lane)
         states.commit(counts)
+        self._bound()
         if self._drafts is not None:
             self._drafts.observe(*round.observable, counts)
         return done
 
+    def _bound(self) -> None:
+        """Tell the states how long the longest lane is: they only know how many rows each pass let in at most."""
+        if self.lanes:
+            self._states.bound = max(len(lane.conversation.processed) for lane in self.lanes)
+
     def _width(self) -> int:
-        """No lane needs more rows than the most tokens that any of them may still give."""
+        """No lane needs more rows than the most tokens that any of them may still give, nor has room for more."""
+        most = [self.width]
         left = [lane.left for lane in self.lanes if lane.left is not None]
-        return min(self.width, max(left) - 1) if len(left) == len(self.lanes) else self.width
+        if len(left) == len(self.lanes):
+            most.append(max(left) - 1)
+        if (room := self._states.room) is not None:
+            most.append(room - 1)
+        return min(most)
 
     def _deliver(self, lane: Lane, read: Delivery, logprobs: mx.array) -> tuple[int, bool]:
         """Give a lane its tokens: how many rows enter its state, and whether it is over."""

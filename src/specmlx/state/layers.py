@@ -190,9 +190,10 @@ class LayerStates:
     @classmethod
     def merged(cls, parts: "Sequence[LayerStates]") -> "LayerStates":
         """The lanes of several states in one, in order; the parts must not be used further."""
-        folded = [part.folded() for part in parts]
-        layers = [_merged(column, [part.batch for part in parts]) for column in zip(*folded, strict=True)]
-        states = cls(layers, sum(part.batch for part in parts), parts[0].kv_format)
+        folded, kv_format = [part.folded() for part in parts], parts[0].kv_format
+        columns = [_in_one_format(column, kv_format) for column in zip(*folded, strict=True)]
+        layers = [_merged(column, [part.batch for part in parts]) for column in columns]
+        states = cls(layers, sum(part.batch for part in parts), kv_format)
         states._start_at([part.length for part in parts], [part.batch for part in parts])
         states.bound = max(part.bound for part in parts)
         return states
@@ -240,6 +241,13 @@ class LayerStates:
 
 def _without_kv(done: Pass) -> Pass:
     return done._replace(layers=[None if isinstance(layer, KV) else layer for layer in done.layers])
+
+
+def _in_one_format(layers: Sequence[Layer], kv_format: KVFormat | None) -> Sequence[Layer]:
+    """Keys and values of several lanes quantized where some of them are."""
+    if not any(isinstance(layer, QuantizedKV) for layer in layers):
+        return layers
+    return [kv_format.converted(layer) if isinstance(layer, KV) else layer for layer in layers]
 
 
 def _merged(layers: Sequence[Layer], batches: Sequence[int]) -> Layer:

@@ -1,0 +1,64 @@
+"""Prompts of several lengths, a drafter that every lane accepts another count of, and lanes run to their ends."""
+
+import mlx.core as mx
+from scripted import Context, right_with
+
+from specmlx import PromptCache
+from specmlx.drafters.proposal import Proposal
+from specmlx.generation import stream_generate
+from specmlx.prompt_cache import make_prompt_cache
+from specmlx.responses import Reply
+from specmlx.scheduler import Job, Scheduler
+from specmlx.speculation.stats import Stats
+from specmlx.speculation.stops import StopStrings
+
+# Below, on and above the grid of 64 rows; one token alone.
+PROMPTS = [[7, 8, 9] * 30, [4], [20] * 64, [30, 31] * 33, [5] * 3, list(range(10, 140))]
+COUNTS = [19, 30, 7, 12, 1, 24]
+
+
+class KnowsTheTexts:
+    """Proposes what the texts that begin as its rows do say next, with errors: each lane accepts another count."""
+
+    tap_ids = ()
+    max_width = 6
+
+    def __init__(self, texts: list[list[int]]):
+        self.texts = texts
+        self.guess = right_with(0.7)
+
+    def new_context(self, batch: int = 1, start: int = 0) -> Context:
+        assert batch == 1 and start == 0
+        return Context(start)
+
+    def propose(self, context, anchor, width, policy):
+        seen = [*context.tokens, *anchor.tolist()]
+        text = next(text for text in self.texts if text[: len(seen)] == seen)
+        right = (text[len(seen) :] + [0] * width)[:width]
+        drafts = [self.guess(len(seen) + s, s, token) % 282 for s, token in enumerate(right)]
+        return Proposal(mx.array([drafts], dtype=mx.int32))
+
+    def observe(self, context, tokens, features, count):
+        context.show(tokens[0, :count].tolist())
+
+
+def ids_alone(model, tokenizer, prompt, count, **options):
+    """The ids of a plain request, and its conversation."""
+    cache = make_prompt_cache(model)
+    found = [r.token for r in stream_generate(model, tokenizer, prompt, count, prompt_cache=cache, **options)]
+    return found, cache
+
+
+def in_lanes(model, tokenizer, drafter, prompts, counts, policies, **options):
+    """The ids that lanes, three at a time, were given; and their jobs, whose conversations have their states back."""
+    scheduler = Scheduler(model, tokenizer, drafter, None, max_lanes=3, prompt_cache=PromptCache(), **options)
+    jobs, given = [], [[] for _ in prompts]
+    for prompt, count, policy, tokens in zip(prompts, counts, policies, given, strict=True):
+        stats = Stats("speculative")
+        reply = Reply(tokenizer, StopStrings(()), len(prompt), stats)
+        take, done = (lambda r, tokens=tokens: tokens.append(r.token)), (lambda error: None)
+        jobs.append(Job(prompt, policy, reply, stats, take, done, frozenset({281}), count))
+        scheduler.add(jobs[-1])
+    while not scheduler.idle:
+        scheduler.step()
+    return given, jobs
