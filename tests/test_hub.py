@@ -4,6 +4,7 @@ import hashlib
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -98,6 +99,7 @@ def test_a_model_is_downloaded_once_without_code_and_without_other_copies_of_its
     env, asked = hub
     done = run(env)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "Fetching 5 files" in done.stderr, "progress is shown"
     first, second = map(Path, done.stdout.split())
     assert first == second and first.name == COMMITS["main"]
     assert {file.relative_to(first).as_posix() for file in first.rglob("*") if file.is_file()} == WANTED
@@ -107,8 +109,25 @@ def test_a_model_is_downloaded_once_without_code_and_without_other_copies_of_its
 
     pinned = run(env, "old")
     assert Path(pinned.stdout.split()[0]).name == COMMITS["old"], pinned.stderr[-2000:]
+    assert run(env, "@old").stdout.split() == pinned.stdout.split()
+    both = run(env, "@old", COMMITS["main"])
+    assert both.returncode and "names the revision old, revision= another one" in both.stderr
     before = len(asked)
     offline = run(env | {"HF_HUB_OFFLINE": "1"})
     assert offline.stdout.split() == done.stdout.split() and len(asked) == before, "offline asks nobody"
     gone = run(env | {"HF_HUB_OFFLINE": "1"}, "3" * 40)
     assert gone.returncode and "neither a directory nor in the local Hub cache" in gone.stderr
+
+
+def test_a_hub_that_can_not_be_reached_is_asked_once_and_what_is_in_the_cache_is_used(hub):
+    env, _ = hub
+    done = run(env)
+    with socket.socket() as dead:
+        # A port that nobody listens on.
+        dead.bind(("127.0.0.1", 0))
+        gone = env | {"HF_ENDPOINT": f"http://127.0.0.1:{dead.getsockname()[1]}"}
+        again = run(gone)
+        assert again.stdout.split() == done.stdout.split() and "Retrying" not in again.stderr, again.stderr[-2000:]
+        never = run(gone, "3" * 40)
+    assert "neither a directory nor in the local Hub cache, and the Hub can't be reached" in never.stderr
+    assert never.returncode and "Retrying" not in never.stderr

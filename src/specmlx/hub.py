@@ -33,10 +33,22 @@ class RemoteRepo:
     files: int
 
 
+# Seconds for the Hub to answer at all: huggingface_hub would ask again for half a minute.
+PATIENCE = 5
+
+
 def is_id(name: str | Path) -> bool:
-    """Whether a name can be a Hub id like owner/name, and is no path on this machine."""
+    """Whether a name can be a Hub id like owner/name or owner/name@revision, and is no path on this machine."""
     name = str(name)
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+    return name.partition("@")[0].count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
+def pinned(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """A name's Hub id and revision: owner/name@revision says both. Raises ValueError for two different revisions."""
+    repo, _, at = name.partition("@")
+    if at and revision and at != revision:
+        raise ValueError(f"{name} names the revision {at}, revision= another one, {revision}: leave one of them out")
+    return repo, at or revision
 
 
 def download(name: str, revision: str | None = None, local_only: bool = False) -> Path:
@@ -45,35 +57,52 @@ def download(name: str, revision: str | None = None, local_only: bool = False) -
     HF_HUB_OFFLINE is honoured. Raises ValueError in one line where it can't be had.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
+    repo, revision = pinned(name, revision)
     try:
         return Path(
             snapshot_download(
-                name,
+                repo,
                 revision=revision,
                 allow_patterns=list(PATTERNS),
                 ignore_patterns=list(NOT),
-                local_files_only=local_only,
+                local_files_only=local_only or not _reachable(),
             )
         )
     except LocalEntryNotFoundError:
         raise ValueError(
             f"{name} is neither a directory nor in the local Hub cache, and the Hub can't be reached"
         ) from None
-    except (HfHubHTTPError, ValueError, OSError) as error:
+    # Whatever a network may do: httpx's errors are no OSErrors.
+    except Exception as error:
         raise ValueError(f"can't get {name} from the Hub: {' '.join(str(error).split())[:300]}") from None
 
 
 def download_config(name: str, revision: str | None = None) -> dict[str, Any] | None:
     """A repository's config.json, from the cache or downloaded by itself; None where it has none or can't be had."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError
 
+    repo, revision = pinned(name, revision)
     try:
-        return read_config(Path(hf_hub_download(name, "config.json", revision=revision)).parent)
-    except (HfHubHTTPError, ValueError, OSError):
+        here = not _reachable()
+        return read_config(Path(hf_hub_download(repo, "config.json", revision=revision, local_files_only=here)).parent)
+    except Exception:
+        # The download of all files says why.
         return None
+
+
+def _reachable() -> bool:
+    """Whether the Hub answers, whatever it says; not asked where HF_HUB_OFFLINE is set."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=PATIENCE)
+    except Exception:
+        return False
+    return True
 
 
 def cached_repos(cache: Path | None = None) -> list[CachedRepo]:
@@ -127,9 +156,10 @@ def remote_repo(name: str, revision: str | None = None, client: Any = None, endp
     from huggingface_hub import constants, get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
+    repo, revision = pinned(name, revision)
     client, headers = client or get_session(), build_hf_headers()
     endpoint = endpoint or constants.ENDPOINT
-    listing = remote_json(client, f"{endpoint}/api/models/{name}/revision/{revision or 'main'}", headers)
+    listing = remote_json(client, f"{endpoint}/api/models/{repo}/revision/{revision or 'main'}", headers)
     names = [str(file.get("rfilename")) for file in listing.get("siblings") or [] if isinstance(file, dict)]
     files = sorted(file for file in names if file.endswith(".safetensors"))
     files = [file for file in files if file.startswith("model")] or files
@@ -137,7 +167,7 @@ def remote_repo(name: str, revision: str | None = None, client: Any = None, endp
         raise ValueError(f"{name} has no *.safetensors")
 
     def url(file: str) -> str:
-        return hf_hub_url(name, file, revision=revision, endpoint=endpoint)
+        return hf_hub_url(repo, file, revision=revision, endpoint=endpoint)
 
     tensors: dict[str, Entry] = {}
     for file in files:

@@ -190,7 +190,7 @@ def resolve(path_or_hf_repo: str, revision: str | None = None, local_only: bool 
         return _demo(name)
     if (path := Path(name).expanduser()).exists():
         return path
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+    if name.startswith((".", "/", "~")) or name.partition("@")[0].count("/") != 1:
         raise ValueError(f"no such directory: {name} (nor is it a Hub id like owner/name)")
     return download(name, revision, local_only)
 

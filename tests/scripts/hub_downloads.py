@@ -1,8 +1,11 @@
-"""Downloads a model twice from the Hub at HF_ENDPOINT, and says where it came to lie."""
+"""A repository's directory, asked for twice; run by test_hub.py. Arguments: @REVISION in its name, a revision."""
 
 import sys
 
-from specmlx.hub import download
+from specmlx.hub import download, download_config
 
-print(download("owner/name", revision=sys.argv[1] if len(sys.argv) > 1 else None))
-print(download("owner/name", revision=sys.argv[1] if len(sys.argv) > 1 else None))
+at = next((argument for argument in sys.argv[1:] if argument.startswith("@")), "")
+revision = next((argument for argument in sys.argv[1:] if not argument.startswith("@")), None)
+download_config(f"owner/name{at}", revision)
+for _ in range(2):
+    print(download(f"owner/name{at}", revision))

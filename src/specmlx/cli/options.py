@@ -135,7 +135,11 @@ model_options = grouped(
     "target",
     ModelFlags,
     click.option(
-        "--model", default=DEMO, show_default=True, metavar="PATH_OR_ID", help="Target: a directory, a Hub id, or demo."
+        "--model",
+        default=DEMO,
+        show_default=True,
+        metavar="PATH_OR_ID",
+        help="Target: a directory, a Hub id (owner/name, or owner/name@revision), or demo.",
     ),
     click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Instead of the files' own."),
     click.option("--adapter-path", metavar="DIR", help="LoRA or DoRA adapters."),
