@@ -3,12 +3,19 @@
 from collections import Counter
 
 import mlx.core as mx
+import mlx.nn as nn
 import msl
 import pytest
 import rig
+from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.lora import LoRALinear
 
+from specmlx.cli import parity_report
+from specmlx.drafters.ngram import NGram
 from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
 from specmlx.kernels.chosen import choose_kernels, restore
+from specmlx.kernels.linear import FixedLinear, FixedSwitchLinear, in_blocks
+from specmlx.receipts.parity import verdicts, verdicts_by_choice
 
 # One layer of each kind, with heads that the attention kernel takes.
 LAYERS = dict(num_hidden_layers=2, full_attention_interval=2, head_dim=64)
@@ -48,3 +55,45 @@ def test_a_pass_on_the_kernels_is_that_of_mlx_up_to_rounding(tmp_path, form, cha
     before = len(sim.reports)
     assert mx.array_equal(logits(model, rows), stock)
     assert len(sim.reports) == before
+
+
+def test_consistent_gives_the_plain_text_and_the_default_choice_parts_at_a_margin(tmp_path):
+    model = rig.tiny(dtype=mx.bfloat16, bits=4, group_size=64, **(rig.SMALL | LAYERS))
+    tokenizer, sim = rig.small_tokenizer(tmp_path), msl.Simulator()
+    # mlx's CPU kernel, which sums in bfloat16, for one row, and ours for more.
+    seconds = {1: {"A": 2.0, STOCK: 1.0}, 32: {"A": 1.0, STOCK: 2.0}}
+    table = Table.read(tmp_path / "kernels.json", "Apple M99")
+
+    def choose(consistent: bool) -> None:
+        race = lambda *_: Outcome(seconds)  # noqa: E731
+        on_kernels(model, sim, Chooser(table=table, race=race, available=True, consistent=consistent))
+
+    prompts = [rig.tokens(seed, 5, vocab=282)[0].tolist() for seed in range(2)]
+    found = {True: [], False: []}
+    rows = verdicts_by_choice(choose, lambda: verdicts(model, tokenizer, prompts, {"ngram": NGram(3)}, 8))
+    for consistent, row in rows:
+        found[consistent].append(row["ngram"])
+    assert all(verdict.passed for verdict in found[True])
+    parted = [verdict.difference for verdict in found[False] if not verdict.identical]
+    assert parted and all(difference.margin is not None for difference in parted)
+    proof, beside = parity_report.summary({"ngram": found[True]}, {"ngram": found[False]})
+    assert proof.startswith("ngram with --consistent: 2 of 2 prompts pass")
+    assert "1 of 2 prompts identical, first difference at token" in beside and "top-2 margins" in beside
+
+
+def test_consistent_holds_mlx_to_one_number_of_rows_where_there_is_no_kernel(tmp_path):
+    model = rig.tiny(dtype=mx.bfloat16, **LAYERS, **(rig.EXPERTS | {"moe_intermediate_size": 64}))
+    choose_kernels(model, mx.bfloat16, chooser(tmp_path, consistent=True))
+    kinds = {type(module) for _, module in model.named_modules()}
+    assert {FixedLinear, FixedSwitchLinear} <= kinds and not {nn.Linear, SwitchLinear} & kinds
+    head, shapes = model.language_model.lm_head, []
+
+    def seen(x: mx.array) -> mx.array:
+        shapes.append(x.shape)
+        return x @ head.weight.T
+
+    x = mx.random.normal((2, 17, 64), key=mx.random.key(0)).astype(mx.bfloat16)
+    assert mx.array_equal(head(x), in_blocks(seen, x)) and shapes == [(32, 64), (32, 64)]
+    model.model.layers[0].mlp.shared_expert.down_proj = LoRALinear.from_base(nn.Linear(64, 64))
+    with pytest.raises(ValueError, match="consistent can't be had: .*down_proj is a LoRALinear"):
+        choose_kernels(model, mx.bfloat16, chooser(tmp_path, consistent=True))

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mlx_lm import sample_utils
 
+from specmlx.drafters.proposal import among
 from specmlx.speculation.noise import Noise
 from specmlx.speculation.policy import Policy, normalise
 from specmlx.speculation.processors import make_logits_processors
@@ -300,3 +301,33 @@ def test_what_cannot_be_honoured_is_refused_in_one_line():
         with pytest.raises(ValueError, match=named) as error:
             make()
         assert "\n" not in str(error.value)
+
+
+SAMPLERS = [make_sampler(temp=0.7), make_sampler(temp=0.7, top_p=0.8, min_p=0.02, top_k=9)]
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+@pytest.mark.parametrize("sampler", SAMPLERS, ids=["temperature", "filters"])
+def test_draws_made_by_other_means_are_those_of_draft(sampler, seed):
+    policy = Policy(sampler, None, seed).at(mx.array([4, 9]))
+    logits = 3 * mx.random.normal((2, 5, 40), key=mx.random.key(1))
+    ids = mx.argsort(-logits, axis=-1)[..., :6].astype(mx.int32)
+    scores = mx.take_along_axis(logits, ids, axis=-1)
+    tokens, q = policy.draft(among(scores, ids, 40), 0)
+    few, few_q = policy.draft_among(scores, ids, 0, 40)
+    assert few.tolist() == tokens.tolist()
+    assert (q is None) == (few_q is None) == (seed is not None)
+    assert q is None or mx.allclose(few_q, q, atol=1e-6).item()
+    draws = policy.draws(2, 5, 40)
+    assert (draws is None) == sampler.filters
+    if draws is not None:
+        tokens, q = policy.draft(logits, 0)
+        assert mx.argmax(logits * draws.scale + draws.noise, axis=-1).tolist() == tokens.tolist()
+        assert q is None or mx.allclose(draws.q(logits), q, atol=1e-6).item()
+
+
+def test_draws_leave_processors_and_others_samplers_to_draft():
+    bias = make_logits_processors(logit_bias={3: 1.0})
+    assert Policy(make_sampler(temp=0.7), bias).at(3).draws(1, 2, 40) is None
+    assert Policy(lambda logprobs: mx.argmax(logprobs, axis=-1)).at(3).draws(1, 2, 40).noise is None
+    assert Policy().at(3).draws(1, 2, 40).q(mx.zeros((1, 2, 40))) is None

@@ -25,7 +25,9 @@ from specmlx.formats.checkpoint import read_config
 from specmlx.hub import download, download_config, is_id
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser, to_stderr
-from specmlx.kernels.chosen import choose_kernels, mixed
+from specmlx.kernels.choice.serving import kernel_factory
+from specmlx.kernels.chosen import choose_kernels as choose_layers
+from specmlx.kernels.chosen import mixed
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import check_target, load_target
@@ -68,13 +70,13 @@ def load(
             config.json, and 4096 for layers without one.
         draft_quantize, draft_vocab, draft_vocab_file, draft_markov_top_k: see `drafters.settings.DraftSettings`.
         dtype: "float32", "bfloat16", "float16" or an mx.Dtype; default: the files' own, float32 for the demo.
-        consistent: on Metal, one kernel for every row count of a quantized layer, so that plain and speculative passes
-            give a row the same bits there; elsewhere mlx does that by itself. Default: what is fastest on this chip.
+        consistent: on Metal, one kernel of every operator for every number of rows, so that a row has the same bits in
+            plain and speculative passes; elsewhere mlx does that by itself. Default: what is fastest on this chip.
         group: `mx.distributed.init()` in each of several processes that answer together: each keeps its part of the
             hybrid and the whole drafter, and all have to make the same calls (docs/distributed.md).
 
     Returns (model, tokenizer), with the config third if `return_config`. Raises ValueError in one line for what is no
-    language model, a drafter that does not fit, and files that are missing or corrupt.
+    language model, a drafter that does not fit, files that are missing or corrupt, and `consistent` where it can't be.
     """
     from mlx_lm.utils import load_tokenizer
 
@@ -111,7 +113,7 @@ def load(
         except (OSError, ValueError) as error:
             raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
         _attach(model, name, path, draft_model, dtype, settings)
-        _choose_kernels(model, consistent)
+        choose_kernels(model, consistent)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -159,6 +161,7 @@ def _load_drafter(
         directories.insert(0, path)
         drafter = _load_files(path, model, dtype)
     settings.apply(drafter, directories)
+    _choose_drafter_kernels(drafter, dtype)
     return drafter
 
 
@@ -203,14 +206,37 @@ def _demo(name: str) -> Path:
     return here / known[name]
 
 
-def _choose_kernels(model: Model | AnyLM, consistent: bool) -> None:
-    """Put the kernels that are fastest on this chip into the target's and the drafter's quantized layers."""
+def choose_kernels(model: Model | AnyLM, consistent: bool = False) -> None:
+    """Let the target's layers run the kernels that are fastest on this chip, or with `consistent` one kernel for every
+    number of rows; elsewhere than on Metal nothing changes. Called again, it chooses anew.
+
+    Raises ValueError where `consistent` can't be had.
+    """
     if not on_metal():
         return
+    if consistent and isinstance(model, AnyLM):
+        kind = model.config.model_type
+        raise ValueError(f"consistent can't be had: {kind} runs by mlx-lm's own code, whose attention goes by the rows")
     chooser = Chooser(consistent=consistent, tell=to_stderr)
-    model.kernel_note = mixed(choose_kernels(model, model.dtype, chooser))
-    if isinstance(model.draft_model, (BlockDrafter, MTPDrafter)):
-        choose_kernels(model.draft_model.model, model.dtype, chooser)
+    model.kernel_note = mixed(choose_layers(model, model.dtype, chooser))
+    # Asked for now, not in the middle of the first answer: in a pass that is built and never run.
+    if isinstance(model, Model):
+        model.verify(model.new_states(), mx.zeros((1, 1), dtype=mx.int32))
+    for operator, dtype in (("accept", model.dtype), ("accept", mx.float32)):
+        kernel_factory(operator, dtype)
+
+
+def _choose_drafter_kernels(drafter: Drafter, dtype: mx.Dtype) -> None:
+    """The fastest ones: a draft may round as it likes."""
+    if not on_metal() or not isinstance(drafter, (BlockDrafter, MTPDrafter)):
+        return
+    chooser = Chooser(tell=to_stderr)
+    choose_layers(drafter.model, dtype, chooser)
+    if drafter.shortlist is not None:
+        head = nn.Sequential(drafter.shortlist)
+        choose_layers(head, dtype, chooser)
+        drafter.shortlist = head.layers[0]
+    kernel_factory("draft_head", dtype)
 
 
 def _attach(

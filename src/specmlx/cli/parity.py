@@ -3,10 +3,11 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +15,9 @@ from specmlx.cli import options, parity_report
 from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, status
+
+if TYPE_CHECKING:
+    from specmlx.receipts.parity import Verdict
 
 MLX_LM = "mlx-lm"
 PROMPTS = (
@@ -60,7 +64,10 @@ def parity(
     reference: str | None,
     as_json: bool,
 ) -> None:
-    """Decode the same prompts with and without the drafter; exit code 0 if every token is the same, else 1."""
+    """Decode the same prompts with and without the drafter; exit code 0 if every token is the same, else 1.
+
+    On Metal the proof is made with --consistent; how far the default choice of kernels agrees is shown beside it.
+    """
     _check(target, sampling, draft_model, reference)
     texts = _texts(target.model, prompt, prompts)
     with answers() as out, _files(target, reference) as files:
@@ -72,7 +79,6 @@ def parity(
         drafters = _drafters(model, draft_model, num_draft_tokens, drafting)
         ids = [template.ids(tokenizer, text) for text in texts]
         others = _reference(files, sampling, tokenizer, ids, max_tokens) if reference else {}
-        results = {name: [] for name in (*drafters, *others)}
         settings = {
             "num_draft_tokens": num_draft_tokens,
             "seed": sampling.seed,
@@ -80,19 +86,49 @@ def parity(
             "logits_processors": sampling.processors(),
             "prefill_step_size": prefill_step_size,
         }
-        for row in verdicts(model, tokenizer, ids, drafters, max_tokens, others=others, **settings):
+
+        def run() -> Iterator[dict[str, "Verdict"]]:
+            return verdicts(model, tokenizer, ids, drafters, max_tokens, others=others, **settings)
+
+        results: dict[str, list] = {}
+        default: dict[str, list] = {}
+        for proof, row in _by_choice(model, target.consistent, run):
             for name, verdict in row.items():
-                results[name].append(verdict)
+                found = (results if proof else default).setdefault(name, [])
+                found.append(verdict)
                 if not as_json:
-                    place = f"prompt {len(results[name])} of {len(ids)}, {name}"
+                    kernels = "" if proof else f" {parity_report.DEFAULT}"
+                    place = f"prompt {len(found)} of {len(ids)}, {name}{kernels}"
                     click.echo(f"{place}: {parity_report.line(verdict, tokenizer)}", file=out)
         if as_json:
-            click.echo(json.dumps(parity_report.as_object(target.model, texts, results, tokenizer)), file=out)
+            click.echo(json.dumps(parity_report.as_object(target.model, texts, results, tokenizer, default)), file=out)
         else:
-            for name, found in results.items():
-                click.echo(f"{name}: {parity_report.total_line(found)}", file=out)
+            for line in parity_report.summary(results, default):
+                click.echo(line, file=out)
     passed = all(verdict.passed for found in results.values() for verdict in found)
     click.get_current_context().exit(0 if passed else 1)
+
+
+def _by_choice(
+    model: Any, consistent: bool, run: "Callable[[], Iterator[dict[str, Verdict]]]"
+) -> "Iterator[tuple[bool, dict[str, Verdict]]]":
+    """Rows of verdicts, and whether they are the proof: on Metal those of `consistent`, elsewhere all."""
+    from specmlx.kernels.backend import on_metal
+    from specmlx.loading import choose_kernels
+    from specmlx.receipts.parity import verdicts_by_choice
+
+    if consistent or not on_metal():
+        yield from ((True, row) for row in run())
+        return
+    try:
+        choose_kernels(model, consistent=True)
+    except ValueError as why:
+        # Said, and the default choice is what counts.
+        click.echo(f"not with --consistent: {why}", err=True)
+        choose_kernels(model)
+        yield from ((True, row) for row in run())
+        return
+    yield from verdicts_by_choice(partial(choose_kernels, model), run)
 
 
 def _check(

@@ -1,10 +1,14 @@
 """What `specmlx parity` prints."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specmlx.receipts.parity import Difference, Verdict
+
+# What stands behind a drafter's name where the kernels are those that serve without --consistent.
+DEFAULT = "by the default kernels"
 
 
 def line(verdict: "Verdict", tokenizer: Any) -> str:
@@ -34,8 +38,44 @@ def total_line(verdicts: "list[Verdict]") -> str:
     )
 
 
-def as_object(model: str, texts: list[str], results: "dict[str, list[Verdict]]", tokenizer: Any) -> dict[str, Any]:
-    """Everything, for `--json`; `results` by what was held against plain decoding."""
+def summary(results: "dict[str, list[Verdict]]", default: "dict[str, list[Verdict]]") -> Iterator[str]:
+    """The last lines: sums by what was held against plain decoding, with `consistent` and by the default choice."""
+    for name, found in results.items():
+        kernels = " with --consistent" if default else ""
+        yield f"{name}{kernels}: {total_line(found)}"
+    for name, found in default.items():
+        yield f"{name} {DEFAULT}: {agreement(found)}"
+
+
+def agreement(verdicts: "list[Verdict]") -> str:
+    """How far decodings that needn't agree do: how many are identical, and at which margins the others part."""
+    margins = [v.difference.margin for v in verdicts if v.difference is not None and v.difference.margin is not None]
+    first = min((v.difference.index for v in verdicts if v.difference is not None), default=None)
+    text = f"{sum(verdict.identical for verdict in verdicts)} of {len(verdicts)} prompts identical"
+    if first is None:
+        return text
+    return (
+        f"{text}, first difference at token {first}, top-2 margins where they part up to {max(margins, default=0):.3g}"
+    )
+
+
+def as_object(
+    model: str,
+    texts: list[str],
+    results: "dict[str, list[Verdict]]",
+    tokenizer: Any,
+    default: "dict[str, list[Verdict]] | None" = None,
+) -> dict[str, Any]:
+    """Everything, for `--json`; `results` by what was held against plain decoding.
+
+    `default`: the same with the default choice of kernels, where `results` are those of `consistent`.
+    """
+    passed = all(verdict.passed for verdicts in results.values() for verdict in verdicts)
+    report = {"model": model, "passed": passed, "comparisons": _comparisons(texts, results, tokenizer)}
+    return report | ({"default_choice": _comparisons(texts, default, tokenizer)} if default else {})
+
+
+def _comparisons(texts: list[str], results: "dict[str, list[Verdict]]", tokenizer: Any) -> dict[str, Any]:
     from specmlx.receipts.parity import total
 
     comparisons = {}
@@ -45,8 +85,7 @@ def as_object(model: str, texts: list[str], results: "dict[str, list[Verdict]]",
             {"prompt": text} | _prompt_object(verdict, tokenizer) for text, verdict in zip(texts, verdicts, strict=True)
         ]
         comparisons[name] = asdict(sums) | {"acceptance_length": sums.acceptance_length, "by_prompt": prompts}
-    passed = all(verdict.passed for verdicts in results.values() for verdict in verdicts)
-    return {"model": model, "passed": passed, "comparisons": comparisons}
+    return comparisons
 
 
 def _prompt_object(verdict: "Verdict", tokenizer: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.context import Context
 from specmlx.drafters.convolution import ConvLayer
-from specmlx.drafters.proposal import DraftPolicy, Proposal
+from specmlx.drafters.proposal import DraftPolicy, Drawing, Proposal, among, draft_among
 from specmlx.drafters.selector import CandidateSelector
 
 
@@ -36,16 +36,19 @@ class DFlash2(BlockDrafter):
         selector = self.model.candidate_selector
         hidden = self.slots_hidden(context, anchor, width)
         logits = self.logits(hidden)
-        unary, ids = selector.candidates(logits)
+        unary, ids = selector.candidates(logits, self.serve)
         ids = ids if self.vocabulary is None else self.vocabulary.ids[ids]
         if policy.greedy:
-            return Proposal(selector.path(hidden, unary, ids, anchor))
+            return Proposal(selector.path(hidden, unary, ids, anchor, self.serve))
+        draws = policy.draws(len(anchor), width, self.vocab_size) if isinstance(policy, Drawing) else None
+        if draws is not None:
+            tokens, scores = selector.walk(hidden, unary, ids, anchor, draws.at(ids), draws.scale, self.serve)
+            return Proposal(tokens, draws.q(among(scores, ids, self.vocab_size)) if draws.sampled else None)
         previous, tokens, qs = anchor.astype(mx.int32)[:, None], [], []
         for slot in range(width):
             at = slice(slot, slot + 1)
             scores = selector.scores(hidden[:, at], unary[:, at], ids[:, at], previous[..., None])[..., 0, :]
-            everywhere = mx.full((*ids[:, at].shape[:2], self.config.vocab_size), -mx.inf)
-            previous, q = policy.draft(mx.put_along_axis(everywhere, ids[:, at], scores, axis=-1), slot)
+            previous, q = draft_among(policy, scores, ids[:, at], slot, self.vocab_size)
             tokens.append(previous)
             qs.append(q)
         return Proposal(mx.concatenate(tokens, axis=1), None if qs[0] is None else mx.concatenate(qs, axis=1))

@@ -9,7 +9,7 @@ from specmlx.drafters.config import GEMMA4, DrafterConfig
 from specmlx.drafters.context import Context
 from specmlx.drafters.gemma4 import Gemma4Layer
 from specmlx.drafters.markov import ConfidenceHead, MarkovHead
-from specmlx.drafters.proposal import DraftPolicy, Proposal
+from specmlx.drafters.proposal import DraftPolicy, Drawing, Draws, Proposal, among, draft_among
 from specmlx.drafters.vocabulary import dense_rows, take_rows
 from specmlx.kernels.draft_head import chain, top_k, walk
 
@@ -42,15 +42,12 @@ class DSpark(BlockDrafter):
             return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
         hidden = self.slots_hidden(context, anchor, width)
         base, head = self.logits(hidden), self.model.markov_head
-        vocabulary = self.vocabulary
-        if policy.greedy and self._rows_as_they_are():
-            w1, w2 = head.markov_w1.weight, head.markov_w2.weight
+        draws = policy.draws(len(anchor), width, self.vocab_size) if isinstance(policy, Drawing) else None
+        if draws is not None and self._rows_as_they_are():
             if self.markov_top_k is None:
-                tokens, _ = chain(base, w1, w2, anchor, target_ids=None if vocabulary is None else vocabulary.ids)
-                return self._proposal(hidden, anchor, tokens, None)
-            if vocabulary is None:
-                tokens, _ = walk(*top_k(base, self.markov_top_k), w1, w2, anchor)
-                return self._proposal(hidden, anchor, tokens, None)
+                return self._chained(hidden, base, anchor, draws)
+            if self.vocabulary is None:
+                return self._walked(hidden, base, anchor, draws)
         if self.markov_top_k is not None:
             return self._among_candidates(hidden, base, anchor, policy)
         state, previous, tokens, qs = None, anchor.astype(mx.int32)[:, None], [], []
@@ -69,10 +66,26 @@ class DSpark(BlockDrafter):
         dense = type(head.markov_w1) is nn.Embedding and type(head.markov_w2) is nn.Linear
         return dense and head.kind == "vanilla"
 
+    def _chained(self, hidden: mx.array, base: mx.array, anchor: mx.array, draws: Draws) -> Proposal:
+        """All slots by one operator."""
+        head, ids = self.model.markov_head, None if self.vocabulary is None else self.vocabulary.ids
+        noise = draws.noise if ids is None else draws.at(ids)
+        w1, w2 = head.markov_w1.weight, head.markov_w2.weight
+        tokens, biased = chain(base, w1, w2, anchor, noise, draws.scale, ids, draws.sampled, self.serve)
+        return self._proposal(hidden, anchor, tokens, draws.q(self.widen(biased)) if draws.sampled else None)
+
+    def _walked(self, hidden: mx.array, base: mx.array, anchor: mx.array, draws: Draws) -> Proposal:
+        """All slots by one operator, each among its best tokens before the bias."""
+        head, (unary, ids) = self.model.markov_head, top_k(base, self.markov_top_k, self.serve)
+        w1, w2 = head.markov_w1.weight, head.markov_w2.weight
+        tokens, scores = walk(unary, ids, w1, w2, anchor, None, draws.at(ids), draws.scale, self.serve)
+        q = draws.q(among(scores, ids, self.vocab_size)) if draws.sampled else None
+        return self._proposal(hidden, anchor, tokens, q)
+
     def _among_candidates(self, hidden: mx.array, base: mx.array, anchor: mx.array, policy: DraftPolicy) -> Proposal:
         """The same with the rows of W2 gathered that belong to each slot's best tokens before the bias."""
         head, vocabulary = self.model.markov_head, self.vocabulary
-        unary, rows = top_k(base, self.markov_top_k)
+        unary, rows = top_k(base, self.markov_top_k, self.serve)
         ids = rows if vocabulary is None else vocabulary.ids[rows]
         state, previous, tokens, qs = None, anchor.astype(mx.int32)[:, None], [], []
         for slot in range(base.shape[1]):
@@ -80,8 +93,7 @@ class DSpark(BlockDrafter):
             state, latent = head.step(state, previous, hidden[:, at])
             w2 = dense_rows(head.markov_w2, rows[:, at]).astype(mx.float32)
             scores = unary[:, at] + (w2 @ latent.astype(mx.float32)[..., None])[..., 0]
-            everywhere = mx.full((*ids[:, at].shape[:2], self.vocab_size), -mx.inf)
-            previous, q = policy.draft(mx.put_along_axis(everywhere, ids[:, at], scores, axis=-1), slot)
+            previous, q = draft_among(policy, scores, ids[:, at], slot, self.vocab_size)
             tokens.append(previous)
             qs.append(q)
         q = None if qs[0] is None else mx.concatenate(qs, axis=1)

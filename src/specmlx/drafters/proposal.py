@@ -40,6 +40,54 @@ class DraftPolicy(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Draws:
+    """Draws by argmax(scale * logits + noise), which is softmax(scale * logits) where the noise is Gumbel's.
+
+    noise: `[B, S, V]` float32, or None: the argmax. sampled: whether the proposal has to say its q.
+    """
+
+    noise: mx.array | None = None
+    scale: float = 1.0
+    sampled: bool = False
+
+    def at(self, ids: mx.array) -> mx.array | None:
+        """The noise of some ids, `[B, S, K]` or `[K]`."""
+        if self.noise is None:
+            return None
+        return mx.take_along_axis(self.noise, ids, axis=-1) if ids.ndim > 1 else self.noise[..., ids]
+
+    def q(self, logits: mx.array) -> mx.array | None:
+        """What was sampled from, `[B, S, V]` float32, by the logits that were drawn from."""
+        return mx.softmax(logits.astype(mx.float32) * self.scale, axis=-1) if self.sampled else None
+
+
+@runtime_checkable
+class Drawing(Protocol):
+    """A DraftPolicy that lets a drafter whose slots depend on one another draw them in fewer steps."""
+
+    def draws(self, lanes: int, slots: int, vocab: int) -> Draws | None:
+        """How the first slots are drawn; None where more is done to the logits than that."""
+
+    def draft_among(self, scores: mx.array, ids: mx.array, slot: int, vocab: int) -> tuple[mx.array, mx.array | None]:
+        """As `draft`, for logits that are `scores` at `ids`, both `[B, S, K]`, and -inf elsewhere."""
+
+
+def among(scores: mx.array, ids: mx.array, vocab: int, elsewhere: float = -mx.inf) -> mx.array:
+    """Values `[B, S, K]` at their ids in `[B, S, V]`."""
+    everywhere = mx.full((*ids.shape[:-1], vocab), elsewhere, dtype=scores.dtype)
+    return mx.put_along_axis(everywhere, ids, scores, axis=-1)
+
+
+def draft_among(
+    policy: DraftPolicy, scores: mx.array, ids: mx.array, slot: int, vocab: int
+) -> tuple[mx.array, mx.array | None]:
+    """`Drawing.draft_among` of any policy."""
+    if isinstance(policy, Drawing):
+        return policy.draft_among(scores, ids, slot, vocab)
+    return policy.draft(among(scores, ids, vocab), slot)
+
+
 class Context(Protocol):
     """What a drafter keeps of one request."""
 

@@ -1,6 +1,6 @@
 """Whether speculative decoding gives the target's own tokens: the same prompts decoded several ways and compared."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -100,6 +100,20 @@ def verdicts(
         }
         decoded |= {name: runs[index] for name, runs in (others or {}).items()}
         yield {name: compare(plain, run) for name, run in decoded.items()}
+
+
+def verdicts_by_choice(
+    choose: Callable[[bool], None], run: Callable[[], Iterable[dict[str, Verdict]]]
+) -> Iterator[tuple[bool, dict[str, Verdict]]]:
+    """On Metal: what `run` yields with one kernel for every number of rows (True), then by the default choice (False).
+
+    choose: puts the kernels into the model, by that value. Text with a drafter has to be the plain one in the former;
+    how far it is in the latter is shown beside it. Raises ValueError, before anything has run, where `choose` does.
+    """
+    for consistent in (True, False):
+        choose(consistent)
+        for row in run():
+            yield consistent, row
 
 
 def decode(

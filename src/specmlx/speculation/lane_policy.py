@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from specmlx.drafters.proposal import Draws, among
 from specmlx.speculation.accept import Outcome
 from specmlx.speculation.policy import Policy, RoundPolicy
 
@@ -57,6 +58,19 @@ class LanePolicy:
         if all(q is None for _, q in drafts):
             return tokens, None
         return tokens, self._by_lane([mx.zeros((*t.shape, logits.shape[-1])) if q is None else q for t, q in drafts])
+
+    def draws(self, lanes: int, slots: int, vocab: int) -> Draws | None:
+        """See `Drawing.draws`: of lanes that draw alike."""
+        if self.greedy:
+            return Draws()
+        return self._of(self.groups[0]).draws(lanes, slots, vocab) if len(self.groups) == 1 else None
+
+    def draft_among(self, scores: mx.array, ids: mx.array, slot: int, vocab: int) -> tuple[mx.array, mx.array | None]:
+        """See `Drawing.draft_among`."""
+        group = self.groups[0]
+        if len(self.groups) > 1 or group.policy.processors or group.policy.sequential:
+            return self.draft(among(scores, ids, vocab), slot)
+        return self._of(group).draft_among(scores, ids, slot, vocab)
 
     def accept(self, tokens: mx.array, q: mx.array | None, logits: mx.array) -> tuple[Outcome, mx.array]:
         """See `RoundPolicy.accept`; what one lane's own callables raise keeps no other lane back."""

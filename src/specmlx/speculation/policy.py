@@ -14,10 +14,11 @@ A sampler or a logits processor that is not specmlx's is honoured row by row (fo
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from specmlx.drafters.proposal import Draws, among
 from specmlx.speculation import foreign
 from specmlx.speculation.accept import Outcome, accept_best, accept_rejection
 from specmlx.speculation.noise import Noise
@@ -98,6 +99,14 @@ class Policy:
         coin = self.noise.uniform("xtc", indices) if self.sampler.xtc_probability > 0 else None
         return self.sampler.log_probs(logprobs, coin)
 
+    def log_probs_among(self, logprobs: mx.array, indices: mx.array) -> mx.array:
+        """The same where all but K tokens have the log-probability -inf, [B, T, K] -> [B, T, K] float32."""
+        K, sampler = logprobs.shape[-1], self.sampler
+        # Filters that keep so many tokens keep all of them.
+        top_k, least = sampler.top_k if sampler.top_k < K else 0, min(sampler.min_tokens_to_keep, K)
+        coin = self.noise.uniform("xtc", indices) if sampler.xtc_probability > 0 else None
+        return replace(sampler, top_k=top_k, min_tokens_to_keep=least).log_probs(logprobs, coin)
+
     def draw(self, logprobs: mx.array, indices: mx.array) -> mx.array:
         """The target's own tokens by the greedy or the coupled rule, [B, T, V] -> [B, T] int32."""
         scores, noise = self.scores(logprobs, indices)
@@ -143,6 +152,33 @@ class RoundPolicy:
         log_q = policy.log_probs(logprobs, indices)
         noise = policy.noise.gumbel("draft", indices, logits.shape[-1])
         return mx.argmax(log_q + noise, axis=-1).astype(mx.int32), mx.exp(log_q)
+
+    def draws(self, lanes: int, slots: int, vocab: int) -> Draws | None:
+        """See `Drawing.draws`: greedy, and sampling by temperature alone."""
+        policy = self.policy
+        if self.greedy:
+            return Draws()
+        if policy.processors or policy.rule == "sampler-match" or policy.sampler.filters:
+            return None
+        indices = self._indices(0, (lanes, slots))
+        noise = policy.noise.gumbel("token" if policy.rule == "coupled" else "draft", indices, vocab)
+        return Draws(noise, policy.sampler.scale, policy.rule == "rejection")
+
+    def draft_among(self, scores: mx.array, ids: mx.array, slot: int, vocab: int) -> tuple[mx.array, mx.array | None]:
+        """See `Drawing.draft_among`: processors and XTC's special tokens go by ids, all else by the candidates."""
+        policy = self.policy
+        if policy.processors or (policy.rule != "sampler-match" and policy.sampler.xtc_special_tokens):
+            return self.draft(among(scores, ids, vocab), slot)
+        q = None
+        if policy.rule not in ("greedy", "sampler-match"):
+            indices = self._indices(slot, scores.shape)
+            scores = policy.log_probs_among(normalise(scores), indices)
+            coupled = policy.rule == "coupled"
+            q = None if coupled else among(mx.exp(scores), ids, vocab, 0.0)
+            noise = policy.noise.gumbel("token" if coupled else "draft", indices, vocab)
+            scores = scores + mx.take_along_axis(noise, ids, axis=-1)
+        best = mx.argmax(scores, axis=-1, keepdims=True)
+        return mx.take_along_axis(ids, best, axis=-1)[..., 0].astype(mx.int32), q
 
     def accept(
         self, tokens: mx.array, q: mx.array | None, logits: mx.array, history: Tokens | None = None

@@ -84,6 +84,16 @@ class Sampler:
         """True at temperature 0: the argmax of the log-probabilities, whatever the filters say."""
         return self.temp == 0
 
+    @property
+    def filters(self) -> bool:
+        """Whether anything but the temperature is applied."""
+        return 0 < self.top_p < 1 or self.min_p > 0 or self.xtc_probability > 0 or self.top_k > 0
+
+    @property
+    def scale(self) -> float:
+        """What log-probabilities are multiplied by."""
+        return min(1.0 / self.temp, _LARGEST_SCALE)
+
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Draw as mlx-lm's samplers do, from mx.random's global state: [..., V] -> [...]."""
         if self.greedy:
@@ -103,7 +113,7 @@ class Sampler:
             return mx.where(mx.arange(logprobs.shape[-1]) == top, 0.0, -float("inf"))
         kept = self._filter(logprobs, xtc_coin).astype(mx.float32)
         # From the top: at a low temperature, log-probabilities of -2 would leave no digits to normalise.
-        scaled = (kept - kept.max(axis=-1, keepdims=True)) * min(1.0 / self.temp, _LARGEST_SCALE)
+        scaled = (kept - kept.max(axis=-1, keepdims=True)) * self.scale
         return scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
 
     def _filter(self, logprobs, xtc_coin):

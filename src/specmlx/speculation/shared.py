@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specmlx.drafters.proposal import Drafter, DraftPolicy, Fingerprinted, Proposal, Windowed
+from specmlx.drafters.proposal import Drafter, DraftPolicy, Draws, Fingerprinted, Proposal, Windowed
 from specmlx.speculation.accept import Outcome
 from specmlx.speculation.noise import Noise
 from specmlx.speculation.policy import Policy, RoundPolicy
@@ -122,6 +122,12 @@ class _SharedRound:
 
     def draft(self, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
         return self.policy.draft(logits, slot)
+
+    def draws(self, lanes: int, slots: int, vocab: int) -> Draws | None:
+        return self.policy.draws(lanes, slots, vocab)
+
+    def draft_among(self, scores: mx.array, ids: mx.array, slot: int, vocab: int) -> tuple[mx.array, mx.array | None]:
+        return self.policy.draft_among(scores, ids, slot, vocab)
 
     def accept(self, tokens: mx.array, q: mx.array | None, logits: mx.array) -> tuple[Outcome, mx.array]:
         outcome, logprobs = self.policy.accept(tokens, q, logits)
