@@ -1,35 +1,11 @@
-"""Several processes that generate one text: who they are, and that all of them were asked for the same."""
+"""Several processes that generate one text: that all of them can, and were asked for the same."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any
 
 import mlx.core as mx
-
-# What mlx.launch, and mpirun, tell a process.
-_RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-
-
-def launched_rank() -> int | None:
-    """This process's rank as its launcher has it; None for a process that was started by itself. Costs nothing."""
-    found = next((os.environ[name] for name in _RANKS if name in os.environ), "")
-    return int(found) if found.isdigit() else None
-
-
-def join() -> mx.distributed.Group | None:
-    """The group of the processes that were started together; None for one alone. Waits until all are there.
-
-    Raises ValueError, in one line, where they can't reach one another.
-    """
-    if launched_rank() is None:
-        return None
-    try:
-        group = mx.distributed.init()
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the processes can't reach one another: {' '.join(str(error).split())}") from None
-    return several(group)
 
 
 def several(group: mx.distributed.Group | None) -> mx.distributed.Group | None:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from specmlx import __version__
+from specmlx.cli.launched import join, launched_rank
 
 _COMMANDS = (
     "generate",
@@ -30,6 +31,10 @@ _COMMANDS = (
 )
 
 
+# What several processes do together, under mlx.launch.
+_TOGETHER = "generate"
+
+
 class Failure(click.ClickException):
     """Anything that the user can put right: one line on stderr, exit code 2."""
 
@@ -37,6 +42,11 @@ class Failure(click.ClickException):
 
     def format_message(self) -> str:
         return " ".join(self.message.split()) or "unknown error"
+
+    def show(self, file: Any = None) -> None:
+        # Of several processes the first one speaks.
+        if not launched_rank():
+            super().show(file)
 
 
 class Commands(click.Group):
@@ -50,6 +60,12 @@ class Commands(click.Group):
             return None
         name = cmd_name.replace("-", "_")
         return getattr(import_module(f"specmlx.cli.{name}"), name)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        found = super().resolve_command(ctx, args)
+        if found[0] != _TOGETHER and join() is not None:
+            raise Failure(f"{found[0]} runs in one process: under mlx.launch there is specmlx {_TOGETHER}")
+        return found
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
         with _one_line():

@@ -10,6 +10,7 @@ import click
 
 from specmlx.cli import options
 from specmlx.cli.drafting import DraftFlags, draft_options
+from specmlx.cli.launched import joined
 from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, note, prefill_status
 
@@ -65,11 +66,15 @@ def generate(
 
     sampling.check()
     kv_settings = kv.settings()
-    prompt = _read(prompt)
-    recorder = _recorder(trace)
-    with answers() as out:
+    with joined() as group, answers() as out:
+        if group is not None:
+            _check_together(prompt, prompt_cache_file)
+            # One file of all is enough.
+            trace = trace if group.rank() == 0 else None
+        prompt = _read(prompt)
+        recorder = _recorder(trace)
         target, prompt_cache, tokenizer_config = _cached(prompt_cache_file, target)
-        model, tokenizer = target.load(draft_model, tokenizer_config, drafting)
+        model, tokenizer = target.load(draft_model, tokenizer_config, drafting, group)
         goes_on = prompt_cache is not None
         if prompt_cache_file and prompt_cache is None:
             prompt_cache = _prompts(prompt_cache_file, model)
@@ -94,7 +99,8 @@ def generate(
             **kv_settings,
         ):
             if verbose and not tokens:
-                note(f"{target.model}: {options.effective_mode(model, num_draft_tokens, response.stats)}")
+                where = "" if group is None else f" in {group.size()} processes"
+                note(f"{target.model}{where}: {options.effective_mode(model, num_draft_tokens, response.stats)}")
             tokens.append(response.token)
             text += response.text
             if recorder:
@@ -108,6 +114,13 @@ def generate(
             note(_phases(response.stats.phases))
         if recorder:
             _write_trace(trace, recorder, target.model, model, prompt, response.stats, kv.format())
+
+
+def _check_together(prompt: str, prompt_cache_file: str | None) -> None:
+    if prompt == "-":
+        raise ValueError("--prompt - can't be used in several processes: mlx.launch leaves their standard input open")
+    if prompt_cache_file is not None:
+        raise ValueError("--prompt-cache-file can't be used in several processes, which keep a part each")
 
 
 def _phases(phases: dict[str, float]) -> str:

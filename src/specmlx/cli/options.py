@@ -34,8 +34,12 @@ class ModelFlags:
         draft_model: str | None = "auto",
         tokenizer_config: dict | None = None,
         drafting: "DraftFlags | None" = None,
+        group: Any = None,
     ):
-        """(model, tokenizer), the drafter kept on the model; `draft_model` may be "none". Raises ValueError."""
+        """(model, tokenizer), the drafter kept on the model; `draft_model` may be "none". Raises ValueError.
+
+        group: of mlx's, where several processes run the model together.
+        """
         from specmlx.loading import load
 
         with loading(self.model):
@@ -48,6 +52,7 @@ class ModelFlags:
                 trust_remote_code=self.trust_remote_code,
                 consistent=self.consistent,
                 tokenizer_config=tokenizer_config,
+                group=group,
             )
 
 

@@ -1,0 +1,81 @@
+"""A command under mlx.launch: several processes that answer together, of which the first one speaks."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+# What mlx.launch, and mpirun, tell a process.
+_RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def launched_rank() -> int | None:
+    """This process's rank as its launcher has it; None for a process that was started by itself."""
+    found = next((os.environ[name] for name in _RANKS if name in os.environ), "")
+    return int(found) if found.isdigit() else None
+
+
+def join() -> Any:
+    """The mlx group of the processes that were started together, once all are there; None for one alone.
+
+    Raises ValueError, in one line, where they can't reach one another.
+    """
+    if launched_rank() is None:
+        return None
+    import mlx.core as mx
+
+    from specmlx.distributed import several
+
+    try:
+        return several(mx.distributed.init())
+    except (RuntimeError, ValueError) as error:
+        # The others are still waiting for this one, and can't tell.
+        text = f"rank {launched_rank()} can't reach the others: {' '.join(str(error).split())}"
+        if launched_rank():
+            click.echo(f"Error: {text}", err=True)
+        raise ValueError(text) from None
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Any]:
+    """The mlx group of processes that run this command together, None for one alone.
+
+    All ranks but the first are silent. When one ends with an error, or is gone, the others end too, with one line.
+    """
+    group = join()
+    if group is None:
+        yield None
+        return
+    import mlx.core as mx
+
+    from specmlx.cli.lifeline import connect
+
+    rank, lifeline = group.rank(), connect(group)
+    if lifeline is None and rank == 0:
+        click.echo("the ranks can't watch one another on this backend: one that hangs is not noticed", err=True)
+    code, text = 0, ""
+    try:
+        with _silent() if rank else contextlib.nullcontext():
+            yield group
+            # A rank that ended earlier would leave the others' last collectives without it.
+            mx.eval(mx.distributed.all_sum(mx.array(1), group=group))
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    except BaseException as error:
+        code, text = 2, str(error)
+        raise
+    finally:
+        if lifeline is not None:
+            lifeline.end(code, text)
+        elif rank and text:
+            click.echo(f"Error: rank {rank}: {text}", err=True)
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield

@@ -1,0 +1,246 @@
+"""Several processes that answer together: the text of one, and an end for all when one of them ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from distributed_cases import cases
+from distributed_kit import DIVISIBLE, DIVISIBLE_EXPERTS, FakeGroup, finished, free_ports, start_ring, write_pair
+from mlx.utils import tree_flatten
+from rig import NEXT, tiny
+
+from specmlx.cli.lifeline import LIMIT
+from specmlx.targets.sharding import shard
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def alone(pair):
+    return cases(str(pair), None)
+
+
+# What a process keeps
+
+FUSED = DIVISIBLE | NEXT | {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 192, "mlp_only_layers": []}
+
+
+def parts(size: int, bits: int | None = None, mode: str = "affine", **changes) -> list:
+    """The same random model split over `size` processes: what each of them has."""
+    found = []
+    for rank in range(size):
+        model = tiny(**changes)
+        if bits is not None:
+            nn.quantize(model, 32, bits, mode=mode)
+        shard(model, FakeGroup(rank, size))
+        found.append(model)
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("bits", "mode", "changes"),
+    [
+        (None, None, DIVISIBLE | {"attention_bias": True}),
+        (4, "affine", DIVISIBLE),
+        (4, "mxfp4", DIVISIBLE),
+        (None, None, DIVISIBLE_EXPERTS),
+        (8, "affine", DIVISIBLE_EXPERTS),
+        (None, None, FUSED),
+    ],
+    ids=["bias", "4 bits", "mxfp4", "experts", "experts in 8 bits", "fused"],
+)
+def test_the_parts_of_a_layer_add_up_to_the_layer(size, bits, mode, changes):
+    whole = tiny(**changes)
+    if bits is not None:
+        nn.quantize(whole, 32, bits, mode=mode)
+    split = parts(size, bits, mode, **changes)
+    x = mx.random.normal((1, 5, changes["hidden_size"]), key=mx.random.key(1))
+    for i, layer in enumerate(whole.layers):
+
+        def mixed(layer):
+            if not layer.is_linear:
+                return layer.self_attn(x, None, 0, 0, "causal")[0]
+            return layer.linear_attn.prefill(x, layer.linear_attn.empty(1, x.dtype))[0]
+
+        for run in (mixed, lambda layer: layer.mlp(x)):
+            want = run(layer)
+            got = sum(run(part.layers[i]) for part in split)
+            assert mx.allclose(got, want, atol=1e-5 * mx.abs(want).max().item() + 1e-6, rtol=0).item()
+    # Nothing is kept twice but embeddings, head, norms and routers.
+    for part in split:
+        for (name, x), (_, y) in zip(tree_flatten(part.parameters()), tree_flatten(whole.parameters()), strict=True):
+            if "layers" in name and "norm" not in name and ".gate." not in name and "expert_gate" not in name:
+                assert "o_proj.bias" in name or x.size * size == y.size, name
+
+
+def test_heads_of_keys_are_kept_by_several_processes_where_there_are_fewer():
+    changes = DIVISIBLE | {"num_key_value_heads": 1}
+    assert [part.kv_heads for part in parts(3, **changes)] == [1, 1, 1]
+
+
+def test_what_does_not_divide_is_refused_with_all_values():
+    with pytest.raises(
+        ValueError, match=r"over 4 processes, .* linear_num_key_heads 6, num_attention_heads 6, num_key"
+    ):
+        shard(tiny(**DIVISIBLE), FakeGroup(0, 4))
+    quantized = tiny(**DIVISIBLE)
+    nn.quantize(quantized, 64, 4)
+    with pytest.raises(ValueError, match=r"over 2 processes: layers.0 has a Quant.* 192 inputs .* of 64"):
+        shard(quantized, FakeGroup(0, 2))
+
+
+# Together
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_ring_of_processes_gives_the_tokens_of_one(pair, alone, tmp_path, size):
+    program = str(Path(__file__).with_name("distributed_cases.py"))
+    ended = finished(start_ring(tmp_path, size, program, str(pair)), timeout=150)
+    assert [code for code, _, _ in ended] == [0] * size, ended
+    ranks, said = zip(*(json.loads(out) for _, out, _ in ended), strict=True)
+    for told in ranks:
+        assert {name: told[name][:2] for name in told} == {name: ranks[0][name][:2] for name in told}
+    for name, (tokens, *_) in ranks[0].items():
+        want, _, margins = alone[name]
+        if tokens != want and name != "nobody's seed":
+            at = next(i for i, (a, b) in enumerate(zip(tokens, want, strict=True)) if a != b)
+            pytest.fail(f"{name}: token {at} is another one; the best two were {margins and margins[at]} apart")
+    # Drafting was of use, and of as much as in one process.
+    for name in ("greedy", "seeded"):
+        assert ranks[0][name][1] == alone[name][1] and sum(alone[name][1][1:]) > 2
+    if size == 2:
+        assert ranks[0]["second turn"][1] == alone["second turn"][1]
+        assert said[0]["prompt"] == said[1]["prompt"] == "rank 1 has another prompt than rank 0: " + SAME
+        assert said[0]["sampling"] == said[1]["sampling"] == "rank 1 has another sampling than rank 0: " + SAME
+        assert said[0]["one fails"] == "rank 1 could not do its part: what it said is the reason"
+        assert "no such directory" in said[1]["one fails"]
+        assert "one request at a time" in said[1]["batch"] and "not a PromptCache" in said[1]["prompt cache"]
+
+
+SAME = "all have to be asked for the same"
+
+
+def test_under_mlx_launch_the_first_process_alone_speaks(pair):
+    code = "from mlx._distributed_utils.launch import main; main()"
+    specmlx = [sys.executable, "-m", "specmlx", "generate", "--model", pair, "--draft-model", pair / "dspark"]
+    often = ["--temp", "1", "--seed", "3", "--logit-bias", json.dumps({50: 30, 60: 30, 70: 30}), "-m", "12"]
+
+    ports = ["--backend", "ring", "-n", "2", "--starting-port", str(free_ports(2))]
+    command = [sys.executable, "-c", code, *ports, "--", *specmlx, *often, "--json"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    # An open standard input: mlx.launch reads a closed one without end.
+    with subprocess.Popen([*map(str, command)], stdin=-1, stdout=-1, stderr=-1, text=True, env=env) as process:
+        out, err = process.stdout.read(), process.stderr.read()
+    answer = json.loads(out)
+    assert process.returncode == 0 and answer["generation_tokens"] == 12 and answer["mode"] == "speculative", err
+    lines = err.splitlines()
+    assert len(lines) == 2 and " in 2 processes: speculative decoding with DSpark" in lines[0], err
+
+
+def test_other_commands_are_refused_by_one_line_of_the_first_process(tmp_path):
+    ended = finished(start_ring(tmp_path, 2, "-m", "specmlx", "chat"), timeout=60)
+    refusal = "Error: chat runs in one process: under mlx.launch there is specmlx generate\n"
+    assert ended == [(2, "", refusal), (2, "", "")]
+
+
+# When one ends
+
+
+def test_a_killed_process_ends_the_others_with_one_line_each_that_speaks(pair, tmp_path):
+    endless = ("--max-tokens", "4000", "--logit-bias", json.dumps({2: -100}), "--draft-model", "none")
+    command = ("-m", "specmlx", "generate", "--prompt", "the quick brown fox", "--model", str(pair), *endless)
+    ring = start_ring(tmp_path, 3, *command)
+    try:
+        assert ring[0].stdout.read(1)
+        ring[1].send_signal(signal.SIGKILL)
+        begin = time.monotonic()
+        for process in (ring[0], ring[2]):
+            process.wait(timeout=LIMIT)
+        assert time.monotonic() - begin < LIMIT
+    finally:
+        ended = finished(ring, timeout=30)
+    assert ended[0][0] == 1 and ended[2][0] != 0
+    # mlx's ring says things of its own.
+    first, _, last = ([line for line in err.splitlines() if line and "[ring]" not in line] for _, _, err in ended)
+    assert first[1:] == ["Error: rank 1 is gone: the other processes end too"] and last == []
+
+
+def watching(rank: int, ends: int, then: str = "time.sleep(30)") -> tuple[subprocess.Popen, list[socket.socket]]:
+    """A process of that rank with lifelines of a limit of one second, and the other ends of them."""
+    pairs = [socket.socketpair() for _ in range(ends)]
+    theirs = [theirs for _, theirs in pairs]
+    code = f"""
+import socket, time
+from specmlx.cli.lifeline import Lifeline
+fds = {[s.fileno() for s in theirs]}
+lines = {{{rank} == 0 and i + 1: socket.socket(fileno=fd) for i, fd in enumerate(fds)}}
+line = Lifeline({rank}, {{int(r): s for r, s in lines.items()}}, limit=1)
+{then}
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], pass_fds=[s.fileno() for s in theirs], stderr=-1, stdout=-1, text=True
+    )
+    for each in theirs:
+        each.close()
+    return process, [ours for ours, _ in pairs]
+
+
+def ended(process: subprocess.Popen) -> tuple[int, str]:
+    _, err = process.communicate(timeout=20)
+    return process.returncode, err
+
+
+def test_a_silent_rank_is_told_from_one_that_is_slow():
+    process, (one, two) = watching(0, 2)
+    begin = time.monotonic()
+    while process.poll() is None and time.monotonic() < begin + 20:
+        one.sendall(b"\n")
+        time.sleep(0.1)
+    assert ended(process) == (1, "Error: rank 2 has not been heard of for 1 seconds: the other processes end too\n")
+    assert time.monotonic() - begin > 1
+    # The others hear of it, and say nothing.
+    assert b"end 1 \n" in one.recv(4096) and two
+
+
+def test_an_error_of_another_rank_is_told_by_the_first():
+    process, (one,) = watching(0, 1)
+    one.sendall(b"\nend 2 no such file: x\n")
+    assert ended(process) == (2, "Error: rank 1: no such file: x\n")
+
+
+def test_a_rank_that_is_gone_is_the_reason_of_the_others_errors():
+    process, (one, two) = watching(0, 2)
+    one.sendall(b"end 2 connection lost\n")
+    two.close()
+    assert ended(process) == (1, "Error: rank 2 is gone: the other processes end too\n")
+
+
+def test_without_the_first_rank_each_speaks_for_itself():
+    process, (first,) = watching(1, 1)
+    first.close()
+    assert ended(process) == (1, "Error: rank 0 is gone: the other processes end too\n")
+
+
+def test_ranks_that_end_well_leave_the_others_alone():
+    process, (one,) = watching(0, 1, then="time.sleep(0.6); line.end(0)")
+    one.sendall(b"end 0 \n")
+    one.close()
+    assert ended(process) == (0, "")
+
+
+def test_a_rank_is_silent_about_an_error_that_the_first_one_has_too():
+    process, (first,) = watching(1, 1, then="line.end(2, 'bad')")
+    first.sendall(b"end 2 bad\n")
+    assert ended(process) == (0, "") and b"end 2 bad\n" in first.recv(4096)
