@@ -23,11 +23,12 @@ LANES = (1, 2, 4, 8)
 
 
 class Ours:
-    """specmlx on the exported demo target, with a drafter at full width or without one."""
+    """specmlx on the exported demo target, with or without a drafter."""
 
-    def __init__(self, path: Path, drafter: str | None):
+    def __init__(self, path: Path, drafter: str | None, num_draft_tokens: str | None = None):
         self.model, self.tokenizer = load(str(path), draft_model=None)
         self.drafter = load_drafter(drafter, self.model) if drafter else None
+        self.num_draft_tokens = num_draft_tokens
 
     def answer(self, prompts: list[list[int]], lanes: int, max_tokens: int):
         found = batch_generate(
@@ -37,7 +38,7 @@ class Ours:
             max_tokens=max_tokens,
             max_lanes=lanes,
             draft_model=self.drafter,
-            num_draft_tokens=self.drafter.max_width if self.drafter else None,
+            num_draft_tokens=self.num_draft_tokens,
             return_token_ids=True,
         )
         return found.token_ids, found.stats.generation_tps, found.stats.passes / found.stats.generation_tokens
@@ -69,7 +70,8 @@ def main(questions: int, runs: int, max_tokens: int, as_json: bool) -> None:
     """Print passes and speed of the demo pair by the number of lanes."""
     with tempfile.TemporaryDirectory() as folder:
         path = write_demo(Path(folder) / "demo")
-        sides = {"dspark": Ours(path, "demo/dspark"), "plain": Ours(path, None), "mlx-lm": Theirs(path)}
+        drafting = {f"dspark, {width}": Ours(path, "demo/dspark", width) for width in ("full", "auto")}
+        sides = {**drafting, "plain": Ours(path, None), "mlx-lm": Theirs(path)}
     tokenizer = sides["plain"].tokenizer
     examples = held_out_examples(2)[:: max(1, 30 // questions)][:questions]
     turns = ([{"role": "user", "content": example.question}] for example in examples)

@@ -8,7 +8,16 @@ from batch_kit import COUNTS, PROMPTS, KnowsTheTexts, ids_alone, in_lanes
 from rig import SMALL, leaves, same_bits, small_tokenizer, tiny
 from scripted import right_with
 
-from specmlx import PromptCache, batch_generate, generate, load, load_drafter, make_logits_processors, make_sampler
+from specmlx import (
+    Engine,
+    PromptCache,
+    batch_generate,
+    generate,
+    load,
+    load_drafter,
+    make_logits_processors,
+    make_sampler,
+)
 from specmlx.drafters.proposal import Proposal
 from specmlx.generation import stream_generate
 from specmlx.speculation.lane_policy import LanePolicy, grouped
@@ -180,12 +189,16 @@ def test_a_bias_of_a_token_that_is_none_spoils_its_own_lane_only(demo):
         assert isinstance(found.errors[0], ValueError) and found.errors[1] is None
 
 
-def test_a_lane_that_is_too_long_for_the_model_is_refused_and_one_that_fills_it_ends(tokenizer):
+def test_a_lane_that_is_too_long_for_the_model_is_refused_and_one_that_fills_it_ends_with_a_warning(tokenizer):
     model = tiny(0, **SMALL, max_position_embeddings=40)
     prompts = [[7, 8, 9], [5] * 40, [4] * 30]
-    response = batch_generate(model, tokenizer, prompts, max_tokens=20, return_token_ids=True)
-    assert [len(ids or []) for ids in response.token_ids] == [20, 0, 10]
+    with pytest.warns(UserWarning, match="has 40 tokens .the model's max_position_embeddings") as seen:
+        response = batch_generate(model, tokenizer, prompts, max_tokens=20, return_token_ids=True)
+    assert [len(ids or []) for ids in response.token_ids] == [20, 0, 10] and len(seen) == 1
     assert "has 40 tokens with this prompt: 39 leave place" in str(response.errors[1])
+    with pytest.warns(UserWarning, match="12 tokens .max_kv_size"), Engine(model, tokenizer, max_kv_size=12) as engine:
+        responses = list(engine.submit(prompts[0], -1))
+    assert len(responses) == 9 and responses[-1].finish_reason == "length"
 
 
 def test_a_prompt_cache_serves_a_batch_and_is_filled_by_it(demo):

@@ -85,14 +85,3 @@ def test_what_lanes_cannot_be_kept_in_is_refused_before_anything_runs(make, toke
         with pytest.raises(ValueError, match=says) as refused:
             make(which, tokenizer, **options)
         assert "\n" not in str(refused.value)
-
-
-def test_an_answer_in_a_batch_ends_with_a_warning_where_its_conversation_is_full(tokenizer):
-    model = tiny(0, **SMALL, max_position_embeddings=40)
-    prompts = [[7, 8, 9], [4] * 30]
-    with pytest.warns(UserWarning, match="the conversation has 40 tokens .the model's max_position_embeddings") as seen:
-        response = batch_generate(model, tokenizer, prompts, max_tokens=20, return_token_ids=True)
-    assert [len(ids) for ids in response.token_ids] == [20, 10] and len(seen) == 1
-    with pytest.warns(UserWarning, match="12 tokens .max_kv_size"), Engine(model, tokenizer, max_kv_size=12) as engine:
-        responses = list(engine.submit(prompts[0], -1))
-    assert len(responses) == 9 and responses[-1].finish_reason == "length"

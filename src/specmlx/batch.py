@@ -4,16 +4,25 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from specmlx.drafters.proposal import Drafter
-from specmlx.generation import check_max_tokens, choose_drafter, encode_prompt, plain_sampler, wrapped_tokenizer
+from specmlx.generation import (
+    check_max_tokens,
+    choose_drafter,
+    choose_width,
+    encode_prompt,
+    plain_sampler,
+    wrapped_tokenizer,
+)
 from specmlx.loading import AUTO
 from specmlx.prompt_cache import open_cache
 from specmlx.responses import GenerationResponse, Reply
 from specmlx.scheduler import Job, Scheduler
+from specmlx.speculation.lane_width import LaneWidths
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.processors import Processor
 from specmlx.speculation.stats import Stats
@@ -69,16 +78,18 @@ class BatchResponse:
 class Jobs:
     """Makes jobs for one model and drafter, and the scheduler that runs them."""
 
-    def __init__(self, model: Any, tokenizer: Any, draft_model: Any = AUTO, num_draft_tokens: int | str | None = None):
+    def __init__(self, model: Any, tokenizer: Any, draft_model: Any = AUTO, num_draft_tokens: int | str | None = AUTO):
         self.model = as_target(model)
         self.tokenizer = wrapped_tokenizer(tokenizer)
         if self.model.sharding_group is not None:
             raise ValueError("the model is split over several processes: they answer one request at a time")
-        if num_draft_tokens == AUTO:
-            raise ValueError("num_draft_tokens is 'auto': lanes share a pass, so give a number or 'full'")
-        self.num_draft_tokens = None if num_draft_tokens == FULL else num_draft_tokens
         self.drafter: Drafter | None
         self.drafter, self._stats = choose_drafter(self.model, draft_model, num_draft_tokens, Policy())
+        self.width = None if num_draft_tokens == FULL else num_draft_tokens
+        if self.drafter is not None and num_draft_tokens in (AUTO, None):
+            self.width = LaneWidths(partial(choose_width, self.model, self.drafter, AUTO))
+            # The weights' fingerprints are taken now, not within a round.
+            self.width.of(1)
 
     def scheduler(
         self,
@@ -94,9 +105,7 @@ class Jobs:
         kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
         # Refused before any prompt runs.
         open_cache(self.model, None, kv_format)
-        return Scheduler(
-            self.model, self.tokenizer, self.drafter, self.num_draft_tokens, kv_format=kv_format, **options
-        )
+        return Scheduler(self.model, self.tokenizer, self.drafter, self.width, kv_format=kv_format, **options)
 
     def new(
         self,
@@ -160,7 +169,7 @@ def batch_generate(
     return_logprobs: bool = False,
     *,
     draft_model: Any = AUTO,
-    num_draft_tokens: int | str | None = None,
+    num_draft_tokens: int | str | None = AUTO,
     sampler: Any = None,
     logits_processors: Any = None,
     seed: int | Sequence[int | None] | None = None,
@@ -256,9 +265,8 @@ def _run(scheduler: Scheduler, jobs: Sequence[Job], verbose: bool) -> BatchStats
                 if verbose:
                     over = sum(job.over for job in jobs)
                     print(f"\r{over}/{len(jobs)} prompts done", end="", file=sys.stderr, flush=True)
-        except BaseException:
+        finally:
             scheduler.close()
-            raise
     if verbose:
         print(file=sys.stderr)
     seconds = time.perf_counter() - clock

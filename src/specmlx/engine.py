@@ -64,7 +64,7 @@ class Engine:
 
     Args:
         model, tokenizer: of `specmlx.load`.
-        draft_model, num_draft_tokens: as in `stream_generate`, for all requests; a number or "full" (the default).
+        draft_model, num_draft_tokens: as in `stream_generate`, for all requests.
         max_lanes: requests that decode together. max_waiting: requests beyond those that run; one more is refused.
         prompt_cache: a `PromptCache`: prompts are then whole conversations, of which only what is new is run.
         max_kv_size, kv_bits, kv_group_size, quantized_kv_start: as in `stream_generate`, for every request.
@@ -76,7 +76,7 @@ class Engine:
         tokenizer: Any,
         *,
         draft_model: Any = AUTO,
-        num_draft_tokens: int | str | None = None,
+        num_draft_tokens: int | str | None = AUTO,
         max_lanes: int = 8,
         max_waiting: int = 256,
         prefill_step_size: int = 2048,

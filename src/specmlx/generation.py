@@ -269,14 +269,18 @@ def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int
     return drafter, Stats(mode="speculative", reason=policy.reason or model.kernel_note)
 
 
-def choose_width(model: Any, drafter: Drafter | None, num_draft_tokens: int | str | None) -> int | AutoWidth | None:
-    """What `generate_tokens` takes for a `num_draft_tokens`; None is the drafter's most."""
+def choose_width(
+    model: Any, drafter: Drafter | None, num_draft_tokens: int | str | None, lanes: int = 1
+) -> int | AutoWidth | None:
+    """What `generate_tokens` takes for a `num_draft_tokens`; None is the drafter's most. What rounds of several `lanes`
+    take is kept apart."""
     if drafter is None or num_draft_tokens == FULL:
         return None
     if num_draft_tokens != AUTO and num_draft_tokens is not None:
         return num_draft_tokens
     known = isinstance(drafter, Fingerprinted)
-    file = costs_file(model.fingerprint, drafter.fingerprint) if known else None
+    several = [] if lanes == 1 else [f"{lanes} lanes"]
+    file = costs_file(model.fingerprint, drafter.fingerprint, *several) if known else None
     if model.sharding_group is not None:
         return SharedWidths(drafter.max_width, model.sharding_group, file)
     return AutoWidth(drafter.max_width, file=file)

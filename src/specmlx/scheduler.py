@@ -12,6 +12,7 @@ from specmlx.limits import check_memory, context_limit, tokens_left, warn_if_ful
 from specmlx.prompt_cache import open_cache
 from specmlx.responses import GenerationResponse, Reply
 from specmlx.reuse import Reuse, reusing
+from specmlx.speculation.lane_width import LaneWidths
 from specmlx.speculation.lanes import Lane, Lanes
 from specmlx.speculation.loop import Token, generate_tokens
 from specmlx.speculation.policy import Policy
@@ -24,6 +25,8 @@ from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
 
 ALONE = "this model's state can't hold several lanes: requests take turns"
+# Rounds of requests that take turns can't be timed.
+ALONE_FULL = f"{ALONE}, with as many drafted tokens as there can be"
 
 
 @dataclass(eq=False)
@@ -71,7 +74,7 @@ class Scheduler:
         model: Any,
         tokenizer: Any,
         drafter: Drafter | None,
-        width: int | None,
+        width: int | LaneWidths | None,
         *,
         max_lanes: int = 8,
         prefill_step_size: int = 2048,
@@ -135,6 +138,8 @@ class Scheduler:
         self._waiting.clear()
         self._prefilling, self._running = None, []
         self.lanes = self._new_lanes()
+        if isinstance(self.width, LaneWidths):
+            self.width.keep()
         for job in jobs:
             job.cancelled = True
             self._end(job, error)
@@ -182,14 +187,15 @@ class Scheduler:
                 self.model, job.conversation, job.ids[cached:], self.drafter, self.prefill_step_size, **marks
             )
         else:
-            job.stats.reason = ALONE
+            auto = isinstance(self.width, LaneWidths)
+            job.stats.reason = ALONE_FULL if auto and self.drafter else ALONE
             job.steps = generate_tokens(
                 self.model,
                 job.conversation,
                 job.ids[cached:],
                 job.policy,
                 self.drafter,
-                self.width if self.drafter else None,
+                self.width if self.drafter and not auto else None,
                 stop_tokens=job.stop_tokens,
                 max_tokens=job.max_tokens,
                 prefill_step_size=self.prefill_step_size,
@@ -228,6 +234,8 @@ class Scheduler:
             except Exception as error:
                 jobs, self._running = self._running, []
                 self.lanes = self._new_lanes()
+                if isinstance(self.width, LaneWidths):
+                    self.width.keep()
                 for job in jobs:
                     self._end(job, error)
                 return

@@ -10,6 +10,7 @@ from specmlx.drafters.proposal import Drafter, Proposal
 from specmlx.speculation.drafting import observe
 from specmlx.speculation.lane_drafting import LaneDrafts, lane_drafts
 from specmlx.speculation.lane_policy import LanePolicy, grouped
+from specmlx.speculation.lane_width import LaneWidths
 from specmlx.speculation.loop import Target, Token, finish_reason
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.round import Delivery, check
@@ -35,6 +36,10 @@ class Lane:
     max_tokens: int = -1
     stats: Stats = field(default_factory=Stats)
     error: Exception | None = None
+    reason: str | None = field(init=False)
+
+    def __post_init__(self):
+        self.reason = self.stats.reason
 
     @property
     def left(self) -> int | None:
@@ -43,16 +48,18 @@ class Lane:
 
 
 class Lanes:
-    """The lanes that decode together, `width` drafted tokens a lane in each pass.
+    """The lanes that decode together, `width` drafted tokens a lane in each pass; None: the drafter's most.
 
     A lane's text is what it would be alone: its rows are computed by the same operations in the same order, its noise
     depends on its own seed and positions. A lane that fails leaves alone; a failed evaluation ends them all.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, width: int | None = None):
+    def __init__(self, target: Target, drafter: Drafter | None = None, width: int | LaneWidths | None = None):
         self.target = target
         self.drafter = drafter if width != 0 else None
-        self.width = 0 if self.drafter is None else drafter.max_width if width is None else width
+        self.widths = width if isinstance(width, LaneWidths) and drafter else None
+        most = drafter.max_width if drafter else 0
+        self.width = width if isinstance(width, int) and drafter else most
         self.lanes: list[Lane] = []
         self.rounds = 0
         self._states: LayerStates | None = None
@@ -107,7 +114,10 @@ class Lanes:
         Raises what an evaluation raises: then no lane can go on.
         """
         clock = time.perf_counter()
-        lanes, states, width = self.lanes, self._states, self._width()
+        lanes, states, limit = self.lanes, self._states, self._limit()
+        width = min(self.width, limit)
+        if self.widths is not None:
+            width = self.widths.choose(len(lanes), limit if limit < self.width else None)
         positions = mx.array([len(lane.conversation.processed) + 1 for lane in lanes], dtype=mx.int32)
         limits = [(lane.left, lane.stop_tokens) for lane in lanes]
         policy = LanePolicy(self._groups, positions, [lane.history for lane in lanes], limits)
@@ -123,9 +133,13 @@ class Lanes:
 
         done, counts = [], []
         seconds = time.perf_counter() - clock
+        if self.widths is not None and limit >= self.width:
+            kept = [each.accepted for i, each in enumerate(read) if i not in policy.failures]
+            self.widths.observed(len(lanes), round.width, kept, seconds)
         for i, lane in enumerate(lanes):
             lane.stats.decode_seconds += seconds
             lane.stats.begin_round(round.width, context=len(lane.conversation.processed))
+            self._explain(lane)
             count, over = 0, True
             if i in policy.failures:
                 lane.error = policy.failures[i]
@@ -145,7 +159,7 @@ class Lanes:
         if self.lanes:
             self._states.bound = max(len(lane.conversation.processed) for lane in self.lanes)
 
-    def _width(self) -> int:
+    def _limit(self) -> int:
         """No lane needs more rows than the most tokens that any of them may still give, nor has room for more."""
         most = [self.width]
         left = [lane.left for lane in self.lanes if lane.left is not None]
@@ -154,6 +168,14 @@ class Lanes:
         if (room := self._states.room) is not None:
             most.append(room - 1)
         return min(most)
+
+    def _explain(self, lane: Lane) -> None:
+        if self.widths is None:
+            return
+        reason = self.widths.of(len(self.lanes)).reason
+        lane.stats.reason = "; ".join(filter(None, (lane.reason, reason))) or None
+        if reason:
+            lane.stats.mode = "speculative" if lane.stats.proposed else "plain"
 
     def _deliver(self, lane: Lane, read: Delivery, logprobs: mx.array) -> tuple[int, bool]:
         """Give a lane its tokens: how many rows enter its state, and whether it is over."""

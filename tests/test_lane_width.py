@@ -1,0 +1,91 @@
+"""How many tokens lanes are drafted: simulated batches on simulated machines, and a real one's texts and reasons."""
+
+import random
+
+import pytest
+from rig import SMALL, mlx_lm_twin, small_tokenizer, tiny
+from scripted import ScriptedDrafter, all_right
+
+from specmlx import batch_generate, generate, load
+from specmlx.speculation.costs import costs_file
+from specmlx.speculation.costs import load as load_costs
+from specmlx.speculation.lane_width import LaneWidths
+from specmlx.speculation.width import AutoWidth
+from specmlx.targets.any_lm import AnyLM
+
+MOST = 7
+# Seconds of a pass over so many rows, of all lanes together: bound by memory, by arithmetic from 8 rows on, or always.
+CURVES = {"memory": lambda rows: 1.0, "both": lambda rows: max(1.0, rows / 8), "arithmetic": lambda rows: rows / 2}
+# What lanes keep of a slot, on average and each.
+CHANCES = (0.9, 0.5, 0.85, 0.7, 0.9, 0.6, 0.8, 0.75)
+
+
+class Fixed:
+    """The same width in every round, where there may be so many."""
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def choose(self, lanes: int, most: int | None) -> int:
+        return self.width if most is None else min(most, self.width)
+
+    def observed(self, *round) -> None:
+        pass
+
+
+def speed(widths: LaneWidths | Fixed, curve: str, lanes: int, rounds: int = 400, cut_every: int = 0) -> float:
+    """Tokens a second; where `cut_every` says so, the last rounds of requests, which may have one drafted token."""
+    rng, tokens, total = random.Random(1), 0, 0.0
+    for n in range(1, rounds + 1):
+        limit = 1 if cut_every and n % cut_every == 0 else None
+        width = widths.choose(lanes, limit)
+        kept = []
+        for chance in CHANCES[:lanes]:
+            kept.append(next((k for k in range(width) if rng.random() > chance), width))
+        seconds = CURVES[curve](lanes * (width + 1)) + (0.1 if width else 0)
+        tokens, total = tokens + sum(kept) + lanes, total + seconds
+        if limit is None:
+            widths.observed(lanes, width, kept, seconds * (1 + 0.05 * rng.random()))
+    return tokens / total
+
+
+@pytest.mark.parametrize("cut_every", [0, 2])
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("lanes", [2, 8])
+def test_lanes_come_near_the_best_fixed_width_whatever_bounds_the_work(lanes, curve, cut_every):
+    fixed = [speed(Fixed(width), curve, lanes, cut_every=cut_every) for width in range(MOST + 1)]
+    found = speed(LaneWidths(lambda about: AutoWidth(MOST)), curve, lanes, cut_every=cut_every)
+    assert found >= 0.95 * max(fixed)
+
+
+def test_numbers_of_lanes_learn_apart_and_near_ones_together():
+    made = []
+    widths = LaneWidths(lambda about: made.append(about) or AutoWidth(MOST))
+    assert [widths.of(n) is widths.of(8) for n in (4, 5, 7, 8, 9)] == [False, True, True, True, False]
+    assert [widths.of(n) is widths.of(1) for n in (1, 2)] == [True, False] and sorted(made) == [1, 2, 4, 8, 16]
+
+
+def test_what_a_batch_found_out_serves_the_next_one():
+    model, tokenizer = load()
+    prompts = [tokenizer.encode(f"Can you count from {n} up to {n + 9}? ") for n in range(11, 17)]
+    want = [generate(model, tokenizer, prompt, max_tokens=30) for prompt in prompts]
+    file = costs_file(model.fingerprint, model.draft_model.fingerprint, "4 lanes")
+    file.unlink(missing_ok=True)
+    reasons = []
+    for _ in range(2):
+        found = batch_generate(model, tokenizer, prompts, max_tokens=30, max_lanes=3)
+        assert found.texts == want
+        reasons.append(found.request_stats[0].reason or "")
+        assert load_costs(file).known(0)
+    assert "measured first" not in reasons[1]
+
+
+def test_requests_that_take_turns_draft_all_that_there_is_and_say_so(tmp_path):
+    tokenizer = small_tokenizer(tmp_path)
+    model = AnyLM(mlx_lm_twin(tiny(3, **SMALL), **SMALL))
+    prompt = [7, 8, 9] * 9
+    text = [*prompt, *batch_generate(model, tokenizer, [prompt], max_tokens=20, return_token_ids=True).token_ids[0]]
+    drafter = ScriptedDrafter(text, all_right, 4, tap_ids=())
+    stats = batch_generate(model, tokenizer, [prompt], max_tokens=20, draft_model=drafter).request_stats[0]
+    assert stats.reason.endswith("take turns, with as many drafted tokens as there can be")
+    assert stats.accept_histogram[4] >= 3
