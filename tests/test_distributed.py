@@ -11,13 +11,17 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from distributed_cases import cases
 from distributed_kit import DIVISIBLE, DIVISIBLE_EXPERTS, FakeGroup, finished, free_ports, start_ring, write_pair
 from mlx.utils import tree_flatten
+from publishers import random_fp8
 from rig import NEXT, tiny
 
 from specmlx.cli.lifeline import LIMIT
+from specmlx.formats.scaled import read_scaled
+from specmlx.formats.scaled_linear import place
 from specmlx.targets.sharding import shard
 
 
@@ -36,58 +40,74 @@ def alone(pair):
 FUSED = DIVISIBLE | NEXT | {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 192, "mlp_only_layers": []}
 
 
-def parts(size: int, bits: int | None = None, mode: str = "affine", **changes) -> list:
-    """The same random model split over `size` processes: what each of them has."""
-    found = []
-    for rank in range(size):
-        model = tiny(**changes)
-        if bits is not None:
-            nn.quantize(model, 32, bits, mode=mode)
+def quantized(bits: int, mode: str, changes: dict):
+    model = tiny(**changes)
+    nn.quantize(model, 32, bits, mode=mode)
+    return model
+
+
+def scaled(scales: str, size: int = 32):
+    """FP8 weights with a scale for each tensor, channel or block."""
+    model, rng = tiny(**DIVISIBLE), np.random.default_rng(0)
+    weights = dict(tree_flatten(model.parameters()))
+    for name in [name for name in weights if "_proj" in name and "in_proj_a" not in name and "in_proj_b" not in name]:
+        N, K = weights[name].shape
+        shape = {"tensor": (), "channel": (N,), "block": (N // size, K // size)}[scales]
+        weights[name] = mx.array(random_fp8(rng, N, K))
+        weights[f"{name}_scale"] = mx.array(rng.uniform(1e-4, 1e-3, shape).astype(np.float32))
+    weights = read_scaled(weights, {"quantization_config": {"weight_block_size": [size, size]}})
+    place(model, weights)
+    model.load_weights(list(weights.items()))
+    return model
+
+
+MODELS = {
+    "dense": lambda: tiny(**DIVISIBLE, attention_bias=True),
+    "affine": lambda: quantized(4, "affine", DIVISIBLE),
+    "mxfp4": lambda: quantized(4, "mxfp4", DIVISIBLE),
+    "experts": lambda: tiny(**DIVISIBLE_EXPERTS),
+    "affine experts": lambda: quantized(8, "affine", DIVISIBLE_EXPERTS),
+    "fused": lambda: tiny(**FUSED),
+    "FP8": lambda: scaled("tensor"),
+    "FP8 by channels": lambda: scaled("channel"),
+    "FP8 by blocks": lambda: scaled("block"),
+}
+
+
+def parts(size: int, make) -> list:
+    """What each of `size` processes has of the same random model."""
+    found = [make() for _ in range(size)]
+    for rank, model in enumerate(found):
         shard(model, FakeGroup(rank, size))
-        found.append(model)
     return found
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(
-    ("bits", "mode", "changes"),
-    [
-        (None, None, DIVISIBLE | {"attention_bias": True}),
-        (4, "affine", DIVISIBLE),
-        (4, "mxfp4", DIVISIBLE),
-        (None, None, DIVISIBLE_EXPERTS),
-        (8, "affine", DIVISIBLE_EXPERTS),
-        (None, None, FUSED),
-    ],
-    ids=["bias", "4 bits", "mxfp4", "experts", "experts in 8 bits", "fused"],
-)
-def test_the_parts_of_a_layer_add_up_to_the_layer(size, bits, mode, changes):
-    whole = tiny(**changes)
-    if bits is not None:
-        nn.quantize(whole, 32, bits, mode=mode)
-    split = parts(size, bits, mode, **changes)
-    x = mx.random.normal((1, 5, changes["hidden_size"]), key=mx.random.key(1))
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_parts_of_a_layer_add_up_to_the_layer(size, kind):
+    whole, split = MODELS[kind](), parts(size, MODELS[kind])
+    x = mx.random.normal((1, 5, 64), key=mx.random.key(1))
     for i, layer in enumerate(whole.layers):
 
         def mixed(layer):
             if not layer.is_linear:
-                return layer.self_attn(x, None, 0, 0, "causal")[0]
-            return layer.linear_attn.prefill(x, layer.linear_attn.empty(1, x.dtype))[0]
+                return layer.self_attn(x, None, 0, 0, "causal", residual=None)[0]
+            return layer.linear_attn.prefill(x, layer.linear_attn.empty(1, x.dtype), residual=None)[0]
 
-        for run in (mixed, lambda layer: layer.mlp(x)):
+        for run in (mixed, lambda layer: layer.mlp(x, None)):
             want = run(layer)
             got = sum(run(part.layers[i]) for part in split)
             assert mx.allclose(got, want, atol=1e-5 * mx.abs(want).max().item() + 1e-6, rtol=0).item()
-    # Nothing is kept twice but embeddings, head, norms and routers.
+    # Nothing else is kept twice.
+    everywhere = ("norm", ".gate.", "expert_gate", "o_proj.bias", "output_scale", "embed_tokens", "lm_head")
     for part in split:
         for (name, x), (_, y) in zip(tree_flatten(part.parameters()), tree_flatten(whole.parameters()), strict=True):
-            if "layers" in name and "norm" not in name and ".gate." not in name and "expert_gate" not in name:
-                assert "o_proj.bias" in name or x.size * size == y.size, name
+            assert any(word in name for word in everywhere) or x.size * size == y.size, name
 
 
 def test_heads_of_keys_are_kept_by_several_processes_where_there_are_fewer():
-    changes = DIVISIBLE | {"num_key_value_heads": 1}
-    assert [part.kv_heads for part in parts(3, **changes)] == [1, 1, 1]
+    split = parts(3, lambda: tiny(**DIVISIBLE | {"num_key_value_heads": 1}))
+    assert [part.kv_heads for part in split] == [1, 1, 1]
 
 
 def test_what_does_not_divide_is_refused_with_all_values():
@@ -95,10 +115,12 @@ def test_what_does_not_divide_is_refused_with_all_values():
         ValueError, match=r"over 4 processes, .* linear_num_key_heads 6, num_attention_heads 6, num_key"
     ):
         shard(tiny(**DIVISIBLE), FakeGroup(0, 4))
-    quantized = tiny(**DIVISIBLE)
-    nn.quantize(quantized, 64, 4)
+    coarse = tiny(**DIVISIBLE)
+    nn.quantize(coarse, 64, 4)
     with pytest.raises(ValueError, match=r"over 2 processes: layers.0 has a Quant.* 192 inputs .* of 64"):
-        shard(quantized, FakeGroup(0, 2))
+        shard(coarse, FakeGroup(0, 2))
+    with pytest.raises(ValueError, match=r"over 2 processes: layers.0 has FP8 weights with a scale for 64 of .* rows"):
+        shard(scaled("block", 64), FakeGroup(0, 2))
 
 
 # Together
