@@ -1,7 +1,11 @@
 """The choice of kernels: real races in real child processes, of operators that misbehave."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import fake_operators
 import msl
@@ -12,7 +16,7 @@ from specmlx.cli import main
 from specmlx.kernels.choice import FIXED, STOCK, Chooser, Outcome, Table, child
 from specmlx.kernels.choice.operator import import_operator
 from specmlx.kernels.choice.operators import OPERATORS, QUANTIZED_MATMUL
-from specmlx.kernels.choice.race import race
+from specmlx.kernels.choice.race import NoRace, interpreter, race
 from specmlx.kernels.choice.table import entry_name
 
 KEY = {"N": 32, "K": 16}
@@ -103,6 +107,7 @@ def test_consistent_leaves_out_kernels_whose_order_depends_on_the_rows(file):
     assert str(chooser(file, race=lambda *_: outcome, consistent=True).choose(operator, KEY)) == "other"
 
 
+@pytest.mark.filterwarnings("ignore:kernel quick of")
 def test_consistent_without_a_kernel_is_refused_or_mlx_held_to_one_number_of_rows(file):
     lost = Outcome({}, {"quick": "hangs"})
     with pytest.raises(ValueError, match="consistent needs a kernel for fake .*: hangs"):
@@ -117,10 +122,69 @@ def test_everything_can_be_switched_off(file, monkeypatch):
         chooser(file, race=no_race, consistent=True).choose(fake_operators.quick, KEY)
 
 
+def test_what_others_have_written_meanwhile_is_kept(file):
+    outcome = Outcome({32: {"quick": 1.0, STOCK: 2.0}})
+    early, late = (chooser(file, race=lambda *_: outcome) for _ in range(2))
+    early.choose(fake_operators.quick, KEY)
+    Table.read(file, "Apple M99").switch("experts", off=True)
+    late.choose(fake_operators.quick, {**KEY, "N": 64})
+    kept = Table.read(file, "Apple M99")
+    assert len(kept.entries) == 2 and kept.off == ["experts"]
+
+
+ALONE = """
+import sys, fake_operators
+from specmlx.kernels.choice.race import NoRace, interpreter, race
+outcome = race(fake_operators.quick, {"N": 32, "K": 16}, rows=(1,))
+print("ran", *outcome.dropped, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("way", ["-c", "-", "script.py"])
+def test_a_race_starts_from_a_command_a_pipe_and_a_script_without_a_guard(way, tmp_path):
+    # Files beside the user's own that are named like modules, and a site that prints.
+    (tmp_path / "queue.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "script.py").write_text(ALONE)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print(1); print('hello')")
+    path = os.pathsep.join([str(tmp_path / "site"), str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-P", way, *([ALONE] if way == "-c" else [])]
+    options = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": path}, "input": ALONE, "text": True}
+    done = subprocess.run(command, capture_output=True, **options)
+    assert done.returncode == 0 and done.stderr.split() == ["ran"], done.stderr
+
+
+def test_where_no_race_can_be_held_mlx_serves_and_nothing_is_kept(file):
+    tries = []
+
+    def none(operator, key):
+        tries.append(key)
+        raise NoRace("the process that checks them can't be started")
+
+    choosing = chooser(file, race=none)
+    with pytest.warns(UserWarning, match="not checked before are not used: .* can't be started") as warned:
+        assert [str(choosing.choose(fake_operators.quick, {**KEY, "N": n})) for n in (8, 16)] == [STOCK] * 2
+    assert len(warned) == len(tries) == 1 and not file.exists()
+    with pytest.raises(NoRace, match="No module named 'nowhere'"):
+        race(replaced_address("nowhere:quick"), KEY)
+    for executable, frozen in (
+        (sys.executable, True),
+        ("/Applications/Chat.app/Contents/MacOS/Chat", False),
+        ("", False),
+    ):
+        with pytest.raises(NoRace, match="an app"):
+            interpreter(executable, frozen)
+
+
+def replaced_address(address: str) -> fake_operators.Fake:
+    operator = fake_operators.Fake("quick")
+    operator.address = address
+    return operator
+
+
 def test_an_operator_can_be_switched_off_for_good(file):
     table = Table.read(file, "Apple M99")
-    table.off.append("fake")
-    table.write()
+    table.switch("fake", off=True)
     assert str(chooser(file, race=no_race).choose(fake_operators.quick, KEY)) == STOCK
     file.write_text(file.read_text().replace("specmlx ", "specmlx 0."))
     assert Table.read(file, "Apple M99").off == ["fake"]

@@ -10,7 +10,7 @@ import pytest
 from specmlx.kernels.attention import metal as attention
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice.child import check
-from specmlx.kernels.choice.operators import OPERATORS, QUANTIZED_MATMUL
+from specmlx.kernels.choice.operators import GATE_UP, OPERATORS, QUANTIZED_MATMUL
 from specmlx.kernels.gated_delta import Tape, metal
 
 FORMATS = {
@@ -45,7 +45,8 @@ def product(name: str, K: int = 1216, dtype: str = "bfloat16") -> dict:
     }
 
 
-FORMS = [(name, form) for name in FORMATS for form in QUANTIZED_MATMUL.variants(product(name))]
+FORMS = [(QUANTIZED_MATMUL, name, form) for name in FORMATS for form in QUANTIZED_MATMUL.variants(product(name))]
+FORMS += [(GATE_UP, name, form) for name in ("affine4", "affine8", "nvfp4") for form in ("A", "AX")]
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +68,16 @@ def test_products_agree_with_the_reference(factory, name, dtype):
     assert check(replace(QUANTIZED_MATMUL, factory=factory), key, (1, 2, 5, 8, 16, 17), variants) == variants
 
 
-@pytest.mark.parametrize("name, form", FORMS, ids=lambda x: x)
-def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(factory, name, form):
-    operator = replace(QUANTIZED_MATMUL, factory=factory)
+@pytest.mark.parametrize("operator, name, form", FORMS, ids=lambda x: getattr(x, "name", x))
+def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(factory, operator, name, form):
+    operator = replace(operator, factory=factory)
     inputs = operator.inputs(product(name), 32, seed=3, exact=True)
+    # A product with what is added to it is a kernel of its own.
+    with_rows = [field for field in ("x", "residual") if field in inputs._fields]
 
     def bits(rows: np.ndarray) -> np.ndarray:
-        return np.array(operator.run(form, inputs._replace(x=inputs.x[mx.array(rows)], residual=None)).view(mx.uint16))
+        some = {field: getattr(inputs, field)[mx.array(rows)] for field in with_rows}
+        return np.array(operator.run(form, inputs._replace(**some)).view(mx.uint16))
 
     alone = np.concatenate([bits(np.array([m])) for m in range(32)])
     for M in range(2, 33):

@@ -33,9 +33,9 @@ def kernels(as_json: bool, again: bool, off: str | None, on: str | None) -> None
     for name in (off, on):
         if name is not None and name not in known:
             raise click.BadParameter(f"{name!r}: there are {', '.join(known)}.", param_hint="--off / --on")
-    if off or on:
-        chooser.table.off = [name for name in chooser.table.off if name != on and name != off] + ([off] if off else [])
-        chooser.table.write()
+    for name, switched_off in ((on, False), (off, True)):
+        if name is not None:
+            chooser.table.switch(name, switched_off)
     shapes = [(known[name], key) for name, key in chooser.table.keys() if name in known]
     if again:
         for operator, key in shapes:

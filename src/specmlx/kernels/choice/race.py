@@ -64,11 +64,12 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
     try:
         child = subprocess.Popen(
             # -P: no file beside the user's own may stand in for a module.
-            [_python(), "-P", "-m", "specmlx.kernels.choice.child"],
+            [interpreter(), "-P", "-m", "specmlx.kernels.choice.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
+            errors="replace",
             env=environment,
         )
     except OSError as problem:
@@ -119,12 +120,13 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
         child.stderr.close()
 
 
-def _python() -> str:
-    """The interpreter that runs this. Raises NoRace inside an app, whose executable would start the app once more."""
-    name = os.path.basename(sys.executable or "")
-    if getattr(sys, "frozen", False) or "python" not in name.lower():
-        raise NoRace(f"an app without a Python of its own ({name or 'no executable'}) can't start another process")
-    return sys.executable
+def interpreter(executable: str | None = sys.executable, frozen: bool = hasattr(sys, "frozen")) -> str:
+    """The Python that runs this. Raises NoRace inside an app, whose executable would start the app once more."""
+    name = os.path.basename(executable or "")
+    if frozen or "python" not in name.lower():
+        app = name or "one without an executable"
+        raise NoRace(f"an app ({app}) can't start Python to check them: load the model once by specmlx generate")
+    return executable
 
 
 def _import_path() -> str:

@@ -50,4 +50,9 @@ def _serves(consistent: bool, operator: str, key: tuple) -> bool:
     from specmlx.kernels.choice.operators import OPERATORS
 
     known = {each.name: each for each in OPERATORS}
-    return Chooser(consistent=consistent, tell=to_stderr).choose(known[operator], dict(key)).variant(1) != STOCK
+    return _chooser(consistent).choose(known[operator], dict(key)).variant(1) != STOCK
+
+
+@lru_cache
+def _chooser(consistent: bool) -> Chooser:
+    return Chooser(consistent=consistent, tell=to_stderr)

@@ -1,9 +1,9 @@
 """The file that keeps what races found, one for each chip."""
 
+import contextlib
 import json
-import os
+import platform
 import re
-import tempfile
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 
 import specmlx
+from specmlx.formats.atomic import write_atomically
 from specmlx.formats.cache import cache_directory
 from specmlx.kernels.choice.operator import Key, Operator, Outcome
 
@@ -22,8 +23,8 @@ def this_chip() -> str:
 
 
 def this_version() -> str:
-    """Of what decides the result: specmlx and mlx."""
-    return f"specmlx {specmlx.__version__}, mlx {version('mlx')}"
+    """Of what decides the result: specmlx, mlx, and the system with its Metal compiler."""
+    return f"specmlx {specmlx.__version__}, mlx {version('mlx')}, {platform.system()} {platform.release()}"
 
 
 def table_path(chip: str) -> Path:
@@ -81,12 +82,21 @@ class Table:
         entries = {name: {"seconds": o.seconds, "dropped": o.dropped} for name, o in self.entries.items()}
         return {"version": this_version(), "chip": self.chip, "off": self.off, "entries": entries}
 
+    def switch(self, name: str, off: bool) -> None:
+        """Switch an operator off, or on again, and write that."""
+        self.off = [each for each in Table.read(self.path, self.chip).off if each != name] + ([name] if off else [])
+        self._write()
+
     def write(self) -> None:
-        """In one step, so that nobody reads half a file; a folder that can't be written costs a race next time."""
-        try:
+        """In one step, so that nobody reads half a file; a folder that can't be written costs a race next time.
+
+        What others have written since this table was read is kept.
+        """
+        self.off = Table.read(self.path, self.chip).off
+        self._write()
+
+    def _write(self) -> None:
+        self.entries = Table.read(self.path, self.chip).entries | self.entries
+        with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump(self.as_dict(), file, indent=1)
-            os.replace(file.name, self.path)
-        except OSError:
-            pass
+            write_atomically(self.path, [json.dumps(self.as_dict(), indent=1).encode()])
