@@ -4,11 +4,13 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +19,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from demo_kit import DSPARK, write, write_model
+from demo_kit import DSPARK, TOKENIZER, write, write_model
 from mlx.utils import tree_flatten
 
 from specmlx.cli import main
@@ -34,7 +36,7 @@ from specmlx.training.dataset import Row, read_rows
 from specmlx.training.geometry import KINDS, drafter_config
 from specmlx.training.loop import Schedule, train
 from specmlx.training.repetition import distinct_3grams
-from specmlx.training.run import Run, Settings, check_room, check_target
+from specmlx.training.run import Run, Settings, check_room
 
 FORMS = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -54,6 +56,21 @@ def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Count from {i} to {i + 5}."}) + "\n" for i in range(60)))
     return path
+
+
+def write_lm(directory: Path, model_type: str) -> Path:
+    """A random model of mlx-lm's with the demo's tokenizer."""
+    module = import_module(f"mlx_lm.models.{model_type}")
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, head_dim=16)
+    more = dict(num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=5000.0, max_position_embeddings=2048)
+    words = dict(vocab_size=1280, tie_word_embeddings=True, eos_token_id=2)
+    config = {"model_type": model_type, **words, **sizes, **more}
+    mx.random.seed(1)
+    write(directory, config, module.Model(module.ModelArgs.from_dict(config)))
+    for file in TOKENIZER.glob("*.json"):
+        if file.name != "config.json":
+            shutil.copy(file, directory)
+    return directory
 
 
 def arguments(target: Path, data: Path, out: Path, *more: str) -> list[str]:
@@ -118,8 +135,6 @@ def test_a_run_goes_on_with_its_own_settings_rows_and_target_only(target, data, 
     other, _ = load(str(target), draft_model=None, dtype="float16")
     with pytest.raises(ValueError, match="model is not the one"):
         Run(other, tokenizer, rows, settings, tmp_path, resume=True)
-    with pytest.raises(ValueError, match="runs by mlx-lm's own code"):
-        check_target(SimpleNamespace(config=SimpleNamespace(model_type="llama")))
 
 
 def test_a_calibration_that_was_cut_short_begins_again_and_answers_are_counted_once(target, data, tmp_path):
@@ -364,6 +379,24 @@ def test_what_comes_out_serves_the_target_and_says_how_it_was_made(kind, target,
     assert sum(found["accept_histogram"]) == found["rounds"]
     assert found["acceptance_length"] == pytest.approx(found["tokens"] / found["rounds"])
     assert bool(found["calibration"]) == (kind == "dspark")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_drafters_are_trained_for_other_models_of_mlx_lms_too(model_type, data, tmp_path):
+    lm = write_lm(tmp_path / "lm", model_type)
+    out = tmp_path / "out"
+    result = CliRunner().invoke(main, arguments(lm, data, out, "--steps", "3", "--export", "deepspec"))
+    assert result.exit_code == 0, result.stderr
+    assert "texts identical" in result.stderr
+    config = json.loads((out / "config.json").read_text())
+    assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 2, 16)
+    assert config["rope_theta"] == 5000.0 and config["target_layer_ids"] == [1]
+    model, tokenizer = load(str(lm), draft_model=str(out))
+    *_, last = stream_generate(model, tokenizer, "Count.", 6)
+    assert last.stats.mode == "speculative" and last.stats.proposed > 0
+    ids = mx.array([[5, 6, 7, 8], [9, 8, 7, 6]])
+    logits, taps = model.scored(ids, (0, 2))
+    assert mx.array_equal(logits, model.lm(ids)).item() and taps.shape == (2, 4, 128)
 
 
 def test_a_drafter_that_training_begins_with_is_where_it_begins(target, data, tmp_path):

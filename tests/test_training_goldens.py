@@ -28,9 +28,12 @@ class Given:
         self.config = HybridConfig.from_dict(FILE["configs"]["mtp"])
         self.model = SimpleNamespace(norm=nn.RMSNorm(self.config.hidden_size))
 
-    def features(self, tokens, tap_ids=(), block=None):
+    def features(self, tokens):
         assert mx.array_equal(tokens, self.arrays["tokens"][:, :-1])
-        return self.arrays["hidden"], self.arrays["features"]
+        return self.arrays["hidden"], None
+
+    def scored(self, tokens, tap_ids, block):
+        return self.lm_head(self.features(tokens)[0]), self.arrays["features"]
 
     def embed_tokens(self, ids):
         return self.arrays["embed"][ids]

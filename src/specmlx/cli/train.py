@@ -120,9 +120,8 @@ def _settings(model: Any, tokenizer: Any, kind: str | None, init: str | None, st
     from specmlx.formats.checkpoint import read_config
     from specmlx.loading import resolve
     from specmlx.training.geometry import default_rate, drafter_config, grown, mask_token
-    from specmlx.training.run import Settings, check_target
+    from specmlx.training.run import Settings
 
-    check_target(model)
     shape = {name: flags.pop(name) for name in ("block_size", "layers", "taps", "window")}
     mask = flags.pop("mask_token_id")
     if init:

@@ -17,17 +17,30 @@ from specmlx.targets.drafting import Drafted
 from specmlx.targets.taps import Outline
 
 _EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")
+_SHAPE = (
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
 class LMConfig:
-    """What pairing needs to know of a target."""
+    """What pairing needs to know of a target, and what a new drafter for it is shaped by, where its config says so."""
 
     model_type: str
     hidden_size: int
     num_hidden_layers: int
     vocab_size: int
     draft_model: str | None = None
+    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int | None = None
+    rope_theta: float | None = None
 
 
 class AnyLM(Drafted, nn.Module):
@@ -94,6 +107,13 @@ class AnyLM(Drafted, nn.Module):
     def embed_tokens(self, ids: mx.array) -> mx.array:
         """Embeddings `[..., D]` of token ids `[...]`, as they are in the table."""
         return self.embedding(ids)
+
+    def scored(self, tokens: mx.array, tap_ids: Sequence[int] = (), block: int | None = None):
+        """Logits `[B, T, V]` and taps `[B, T, F]` of whole sequences `[B, T]`; `block` is for hybrids.
+
+        Raises ValueError where a tapped layer returns no rows `[B, T, D]`.
+        """
+        return self._outline.rows(tokens, None, tap_ids)
 
     def new_states(self, batch: int = 1) -> CacheStates:
         """The state of a conversation before its first row. Raises ValueError for more than one lane."""
@@ -174,4 +194,13 @@ def _config(model: nn.Module, config: dict[str, Any]) -> LMConfig:
             raise ValueError(f"{type(model).__module__} does not say its {name}: specmlx can't run it")
         sizes[name] = value
     model_type = str(text.get("model_type") or config.get("model_type"))
-    return LMConfig(model_type, num_hidden_layers=len(model.layers), draft_model=config.get("draft_model"), **sizes)
+    shape = {name: text[name] for name in _SHAPE if isinstance(text.get(name), int) and text[name] > 0}
+    rope = {**(text.get("rope_parameters") or {}), **text}.get("rope_theta")
+    return LMConfig(
+        model_type,
+        num_hidden_layers=len(model.layers),
+        draft_model=config.get("draft_model"),
+        rope_theta=float(rope) if isinstance(rope, (int, float)) and rope > 0 else None,
+        **sizes,
+        **shape,
+    )

@@ -210,6 +210,11 @@ class Model(Drafted, nn.Module):
         """Final hidden rows `[B, T, D]` (normed) and taps `[B, T, F]` of whole sequences `[B, T]`; differentiable."""
         return self._whole(self.embed_tokens(tokens), tap_ids, block)
 
+    def scored(self, tokens: mx.array, tap_ids: Sequence[int] = (), block: int = GRID):
+        """Logits `[B, T, V]` and taps `[B, T, F]` of whole sequences `[B, T]`; differentiable."""
+        hidden, features = self.features(tokens, tap_ids, block)
+        return self.lm_head(hidden), features
+
     def _whole(self, h: mx.array, tap_ids: Sequence[int] = (), block: int = GRID):
         B, T, _ = h.shape
         mask = "causal" if T > 1 else None

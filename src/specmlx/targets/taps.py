@@ -29,7 +29,7 @@ class Outline:
     def layers(self) -> list:
         return self.inner[self._name]
 
-    def rows(self, ids: mx.array, caches: list, tap_ids: Sequence[int]) -> tuple[mx.array, mx.array | None]:
+    def rows(self, ids: mx.array, caches: list | None, tap_ids: Sequence[int]) -> tuple[mx.array, mx.array | None]:
         """Logits `[B, T, V]` of ids `[B, T]`, and the outputs of the tapped layers side by side `[B, T, F]`.
 
         Raises ValueError where a tapped layer returns no rows `[B, T, D]`.

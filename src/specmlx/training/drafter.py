@@ -1,7 +1,8 @@
 """Training of block drafters on a frozen target: many anchors in one packed pass, and the papers' losses."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,11 +12,17 @@ from specmlx.drafters.block import BlockTrunk
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH2, DSPARK
 from specmlx.drafters.selector import CandidateSelector
-from specmlx.targets.hybrid import Model
 from specmlx.training.slots import acceptance_length, log_rows, normalised, slots_of, weighted_mean
 from specmlx.training.target import BLOCK
 
 LossFunction = Callable[..., tuple[mx.array, dict[str, mx.array]]]
+
+
+class Scored(Protocol):
+    """What the losses use of a target."""
+
+    def scored(self, tokens: mx.array, tap_ids: Sequence[int], block: int) -> tuple[mx.array, mx.array]:
+        """Logits `[B, T, V]` and taps `[B, T, F]` of whole sequences `[B, T]`."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ def sample_anchors(weights: np.ndarray, count: int, rng: np.random.Generator) ->
     return anchors
 
 
-def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss, grad_checkpoint: bool = False) -> LossFunction:
+def draft_loss(drafter: BlockDrafter, target: Scored, terms: DraftLoss, grad_checkpoint: bool = False) -> LossFunction:
     """The loss of `drafter.model`: the weighted mean of what `slot_losses` gives, and its figures."""
     values = slot_losses(drafter, target, terms, grad_checkpoint)
 
@@ -79,7 +86,7 @@ def draft_loss(drafter: BlockDrafter, target: Model, terms: DraftLoss, grad_chec
 
 
 def slot_losses(
-    drafter: BlockDrafter, target: Model, terms: DraftLoss, grad_checkpoint: bool = False
+    drafter: BlockDrafter, target: Scored, terms: DraftLoss, grad_checkpoint: bool = False
 ) -> Callable[..., tuple[mx.array, mx.array, dict[str, mx.array]]]:
     """Losses and weights `[B, N, S]` of the slots of `drafter.model`, and figures; the target is frozen.
 
@@ -92,9 +99,8 @@ def slot_losses(
     slot_weights = mx.exp(-mx.arange(config.max_width) / terms.decay)
 
     def values(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
-        hidden, features = target.features(tokens[:, :-1], drafter.tap_ids, block=BLOCK)
-        target_logits = mx.stop_gradient(target.lm_head(hidden).astype(mx.float32))
-        features = mx.stop_gradient(features)
+        logits, features = target.scored(tokens[:, :-1], drafter.tap_ids, block=BLOCK)
+        target_logits, features = mx.stop_gradient(logits.astype(mx.float32)), mx.stop_gradient(features)
         slots = slots_of(tokens, weights, anchors, config.max_width)
         h = _block_rows(drafter, model, tokens, features, mx.maximum(anchors, 0), grad_checkpoint)
         h = h[:, :, config.first_row :]

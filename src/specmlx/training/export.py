@@ -12,6 +12,7 @@ from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, FULL, SLIDING, Draf
 from specmlx.drafters.packaging import ARCHITECTURES
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.checkpoint import read_config, save_atomically
+from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 
 ZLAB, DEEPSPEC, SPECULATORS = "zlab", "deepspec", "speculators"
@@ -53,7 +54,7 @@ def check_export(config: DrafterConfig, packaging: str) -> None:
 
 
 def export(
-    drafter: BlockDrafter, target: Model, packaging: str, out: Path, *, anchors: int = 0, verifier: str = ""
+    drafter: BlockDrafter, target: Model | AnyLM, packaging: str, out: Path, *, anchors: int = 0, verifier: str = ""
 ) -> None:
     """Write config.json and model.safetensors to `out`, each atomically.
 
@@ -127,7 +128,7 @@ def _deepspec(config: DrafterConfig, anchors: int) -> dict[str, Any]:
     }
 
 
-def _speculators(config: DrafterConfig, target: Model, verifier: str) -> dict[str, Any]:
+def _speculators(config: DrafterConfig, target: Model | AnyLM, verifier: str) -> dict[str, Any]:
     names = {DFLASH: (), DFLASH2: _SELECTOR, DSPARK: _MARKOV}[config.kind]
     temperatures = config.confidence_temperatures
     method = {"proposal_type": "greedy", "speculative_tokens": config.max_width, "verifier_accept_k": 1}
@@ -156,7 +157,7 @@ def _speculators(config: DrafterConfig, target: Model, verifier: str) -> dict[st
     }
 
 
-def _tables(target: Model) -> dict[str, mx.array]:
+def _tables(target: Model | AnyLM) -> dict[str, mx.array]:
     """The target's embedding and head `[V, D]`, dense whatever they are packed in."""
     ids = mx.arange(target.config.vocab_size)
     rows = mx.eye(target.config.hidden_size, dtype=target.dtype)

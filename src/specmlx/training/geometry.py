@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig, default_taps
+from specmlx.targets.any_lm import LMConfig
 from specmlx.targets.config import HybridConfig
 from specmlx.training.export import zlab_config
 
@@ -12,7 +13,7 @@ ARCHITECTURES = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel", DSPAR
 
 
 def drafter_config(
-    target: HybridConfig,
+    target: HybridConfig | LMConfig,
     kind: str,
     mask_token_id: int,
     *,
@@ -45,13 +46,9 @@ def drafter_config(
         "hidden_size": hidden,
         "intermediate_size": target.intermediate_size or 3 * hidden,
         "num_hidden_layers": layers,
-        "num_attention_heads": target.num_attention_heads,
-        "num_key_value_heads": target.num_key_value_heads,
-        "head_dim": target.head_dim,
-        "rms_norm_eps": target.rms_norm_eps,
+        **_attention(target),
         "vocab_size": target.vocab_size,
         "max_position_embeddings": target.max_position_embeddings,
-        "rope_theta": target.rope_parameters.get("rope_theta", 10000.0),
         "num_target_layers": depth,
         "block_size": block_size,
         "is_causal": False,
@@ -74,6 +71,22 @@ def drafter_config(
     if kind == DFLASH2:
         named |= _selector(hidden)
     return config | {"dflash_config": named}
+
+
+def _attention(target: HybridConfig | LMConfig) -> dict[str, Any]:
+    """The target's heads and rope as far as its config has them."""
+    if isinstance(target, HybridConfig):
+        eps, theta = target.rms_norm_eps, target.rope_parameters.get("rope_theta")
+    else:
+        eps, theta = 1e-6, target.rope_theta
+    heads = target.num_attention_heads or max(1, target.hidden_size // 64)
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": target.num_key_value_heads or heads,
+        "head_dim": target.head_dim or target.hidden_size // heads,
+        "rms_norm_eps": eps,
+        "rope_theta": theta or 10000.0,
+    }
 
 
 def _selector(hidden: int) -> dict[str, int]:

@@ -19,6 +19,7 @@ from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig
 from specmlx.drafters.pairing import check_pair
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.checkpoint import save_atomically
+from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 from specmlx.training.answers import Answers
 from specmlx.training.batches import Batches, arrays, batched
@@ -86,7 +87,7 @@ class Run:
 
     def __init__(
         self,
-        model: Any,
+        model: Model | AnyLM,
         tokenizer: Any,
         rows: Sequence[Row],
         settings: Settings,
@@ -96,7 +97,6 @@ class Run:
     ):
         self.out, self.folder = out, out / FOLDER
         self.model, self.tokenizer = model, tokenizer
-        check_target(model)
         data = blake2b("".join(sorted(row.key for row in rows)).encode(), digest_size=8).hexdigest()
         self.settings = self._opened(replace(settings, data=data, target=model.fingerprint), resume)
         # The same whatever the order of the rows, and as `held_out` has it where there are enough of them.
@@ -218,7 +218,8 @@ class Run:
     def _check_rows(self) -> None:
         if not self.learned:
             raise ValueError("there is one row, and it is held out: give more rows to learn from")
-        if (most := self.model.config.max_position_embeddings) < (asked := self.settings.max_length):
+        most, asked = self.model.config.max_position_embeddings, self.settings.max_length
+        if most is not None and most < asked:
             raise ValueError(f"max_length is {asked}: the model has {most} positions")
         # What is wrong with the chat template is wrong for every chat: told before anything is written.
         if chats := [row for row in self.learned if row.text is None]:
@@ -256,6 +257,8 @@ class Run:
         s = self.settings
         if reasons := check_pair(self.model.config, s.config):
             raise ValueError(f"such a drafter can't serve this target: {'; '.join(map(str, reasons))}")
+        # An mlx-lm model whose layers return something else than rows is told now.
+        self.model.scored(mx.zeros((1, 2), dtype=mx.int32), DrafterConfig.from_dict(s.config).target_layer_ids)
         config = DrafterConfig.from_dict(s.config)
         begun = _begun_with(s.init, self.model) if s.init else None
         if begun and begun.config.kind == config.kind:
@@ -286,16 +289,7 @@ def check_room(out: Path, parameters: int, usage: Callable[[Path], Any] = shutil
         raise ValueError(f"{place} has {free / 1e9:.2f} GB free: checkpoints need {need / 1e9:.2f} GB")
 
 
-def check_target(model: Any) -> None:
-    """Raise ValueError for a target that no drafter can be trained on."""
-    if not isinstance(model, Model):
-        raise ValueError(
-            f"{model.config.model_type} runs by mlx-lm's own code: specmlx trains drafters for qwen3_5, qwen3_5_moe "
-            "and qwen3_next models"
-        )
-
-
-def _begun_with(path: str, model: Model) -> BlockDrafter:
+def _begun_with(path: str, model: Model | AnyLM) -> BlockDrafter:
     drafter = load_drafter(path, model, mx.float32)
     if not isinstance(drafter, BlockDrafter):
         raise ValueError(f"--init {path} is no DFlash, DFlash 2 or DSpark drafter: only those are trained")
