@@ -390,7 +390,7 @@ def test_drafters_are_trained_for_other_models_of_mlx_lms_too(model_type, data, 
     assert "texts identical" in result.stderr
     config = json.loads((out / "config.json").read_text())
     assert (config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]) == (4, 2, 16)
-    assert config["rope_theta"] == 5000.0 and config["target_layer_ids"] == [1]
+    assert config["rope_theta"] == 5000.0 and config["target_layer_ids"] == [1, 2]
     model, tokenizer = load(str(lm), draft_model=str(out))
     *_, last = stream_generate(model, tokenizer, "Count.", 6)
     assert last.stats.mode == "speculative" and last.stats.proposed > 0
@@ -481,6 +481,7 @@ def test_every_default_geometry_is_one_that_the_loader_takes(kind, depth):
     assert parsed.target_layer_ids == tuple(sorted(set(parsed.target_layer_ids)))
     assert max(parsed.target_layer_ids) < depth - 1
     assert depth != 64 or parsed.target_layer_ids == (1, 16, 31, 46, 61), "z-lab's own for 64 layers"
+    assert depth != 8 or parsed.target_layer_ids == (1, 3, 6), "the demo's"
 
 
 def test_slots_and_calibration_are_counted_as_by_hand():

@@ -25,7 +25,8 @@ def drafter_config(
     """A config.json for a drafter of `kind`, with nothing left to a reader's defaults.
 
     block_size: by default 8. layers: 5 for targets of 24 layers and more (as z-lab's), else 2. taps: layers whose
-    outputs are tapped, by default as many as `layers` and at least 3, spread evenly from the second on; never the last.
+    outputs are tapped, by default as many as `layers` and at least 3, spread evenly from the second on: to the last but two
+    as z-lab's for targets of 24 layers and more, else to the last but one, which the demo's drafters learn faster from.
     window: rows that every layer sees; None is all. Raises ValueError for what can't be.
     """
     if kind not in KINDS:
@@ -33,7 +34,7 @@ def drafter_config(
     depth = target.num_hidden_layers
     block_size = 8 if block_size is None else block_size
     layers = (5 if depth >= 24 else 2) if layers is None else layers
-    taps = tuple(dict.fromkeys(default_taps(depth, max(layers, 3)))) if taps is None else taps
+    taps = _taps(depth, max(layers, 3)) if taps is None else taps
     for name, value, least in (("block_size", block_size, 2), ("layers", layers, 1), ("window", window, 2)):
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}: it must be at least {least}")
@@ -71,6 +72,11 @@ def drafter_config(
     if kind == DFLASH2:
         named |= _selector(hidden)
     return config | {"dflash_config": named}
+
+
+def _taps(depth: int, count: int) -> tuple[int, ...]:
+    spread = default_taps(depth, count) if depth >= 24 else [1 + i * (depth - 3) // (count - 1) for i in range(count)]
+    return tuple(dict.fromkeys(spread))
 
 
 def _attention(target: HybridConfig | LMConfig) -> dict[str, Any]:
