@@ -26,6 +26,8 @@ class Given:
     def __init__(self, arrays: dict[str, mx.array]):
         self.arrays = arrays
         self.config = HybridConfig.from_dict(FILE["configs"]["mtp"])
+        self.head = nn.Linear(*reversed(arrays["head"].shape), bias=False)
+        self.head.weight = arrays["head"]
         self.model = SimpleNamespace(norm=nn.RMSNorm(self.config.hidden_size))
 
     def features(self, tokens):
@@ -39,7 +41,7 @@ class Given:
         return self.arrays["embed"][ids]
 
     def lm_head(self, h):
-        return h @ self.arrays["head"].T
+        return self.head(h)
 
 
 def case(name: str):

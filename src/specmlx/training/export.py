@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, FULL, SLIDING, DrafterConfig
 from specmlx.drafters.packaging import ARCHITECTURES
+from specmlx.drafters.vocabulary import logits_of
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.checkpoint import read_config, save_atomically
 from specmlx.targets.any_lm import AnyLM
@@ -161,4 +162,4 @@ def _tables(target: Model | AnyLM) -> dict[str, mx.array]:
     """The target's embedding and head `[V, D]`, dense whatever they are packed in."""
     ids = mx.arange(target.config.vocab_size)
     rows = mx.eye(target.config.hidden_size, dtype=target.dtype)
-    return {"embed_tokens.weight": target.embed_tokens(ids), "lm_head.weight": target.lm_head(rows).T}
+    return {"embed_tokens.weight": target.embed_tokens(ids), "lm_head.weight": logits_of(target.head, rows).T}

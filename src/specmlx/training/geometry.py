@@ -25,9 +25,9 @@ def drafter_config(
     """A config.json for a drafter of `kind`, with nothing left to a reader's defaults.
 
     block_size: by default 8. layers: 5 for targets of 24 layers and more (as z-lab's), else 2. taps: layers whose
-    outputs are tapped, by default as many as `layers` and at least 3, spread evenly from the second on: to the last but two
-    as z-lab's for targets of 24 layers and more, else to the last but one, which the demo's drafters learn faster from.
-    window: rows that every layer sees; None is all. Raises ValueError for what can't be.
+    outputs are tapped, by default as many as `layers` and at least 3, spread evenly from the second on: for targets of
+    24 layers and more to the last but two, as z-lab's, else to the last but one, which the demo's drafters learn faster
+    from. window: rows that every layer sees; None is all. Raises ValueError for what can't be.
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
