@@ -56,6 +56,32 @@ def test_help_lists_the_commands_without_importing_mlx():
     assert run("--version").stdout == f"main, version {specmlx.__version__}\n"
 
 
+def test_what_small_files_tell_is_said_before_what_takes_seconds_to_import(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5"}')
+    wrong = {
+        "no such directory": ["generate", "--model", tmp_path / "nowhere"],
+        "temp must be 0": ["chat", "--temp", "-1"],
+        "config.json lacks hidden_size": ["parity", "--model", tmp_path],
+        "is a drafter (DFlashDraftModel)": ["generate", "--model", "demo/dflash"],
+        "no demo part named": ["bench", "--draft-model", "demo/nothing"],
+        "can't serve this target: ": ["generate", "--draft-model", tmp_path],
+    }
+    (tmp_path / "commands.json").write_text(json.dumps([list(map(str, args)) for args in wrong.values()]))
+    code = """
+import json, sys
+from click.testing import CliRunner
+from specmlx.cli import main
+for args in json.load(open(sys.argv[1])):
+    print(CliRunner().invoke(main, args).stderr.strip())
+print("mlx_lm" in sys.modules)
+"""
+    commands = [sys.executable, "-c", code, str(tmp_path / "commands.json")]
+    said = subprocess.run(commands, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(said) == len(wrong) + 1 and said[-1] == "False"
+    for word, line in zip(wrong, said, strict=False):
+        assert line.startswith("Error: ") and word in line
+
+
 def test_the_answer_alone_is_on_stdout(directory, pair):
     result = subprocess_of("generate", "--model", directory, "--prompt", "Hello", "-m", 12, *FULL)
     model, tokenizer = pair

@@ -17,7 +17,7 @@ from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.formats.checkpoint import read_config, safetensors, weight_files
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
-from specmlx.loading import MTP, NGRAM, resolve
+from specmlx.places import MTP, NGRAM, resolve
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import LINEAR, QWEN3_NEXT

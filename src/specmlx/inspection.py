@@ -12,8 +12,7 @@ from specmlx.formats.checkpoint import read_config, tensors_of, weight_files
 from specmlx.formats.gguf import GGUF, read_gguf
 from specmlx.formats.header import Entry
 from specmlx.formats.scaled import is_scaled
-from specmlx.targets.checkpoint import MODEL_TYPES
-from specmlx.targets.config import HybridConfig
+from specmlx.targets.config import MODEL_TYPES, HybridConfig
 from specmlx.targets.gguf import config_of, gguf_files
 
 TARGET, DRAFTER, MTP_HEAD = "target", "drafter", "MTP head"

@@ -22,20 +22,19 @@ from specmlx.drafters.proposal import Drafter
 from specmlx.drafters.settings import DraftSettings
 from specmlx.drafters.small_lm import load_small_lm
 from specmlx.formats.checkpoint import read_config
-from specmlx.hub import download, download_config, is_id
+from specmlx.hub import download_config, is_id
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser, to_stderr
 from specmlx.kernels.choice.serving import kernel_factory
 from specmlx.kernels.chosen import choose_kernels as choose_layers
 from specmlx.kernels.chosen import mixed
+from specmlx.places import AUTO, DEMO, MTP, NGRAM, resolve
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
-from specmlx.targets.checkpoint import check_target, load_target
+from specmlx.targets.checkpoint import load_target
+from specmlx.targets.config import check_target
 from specmlx.targets.hybrid import Model
 
-DEMO = "demo"
-AUTO = "auto"
-MTP, NGRAM = "mtp", "ngram"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
 
@@ -181,29 +180,6 @@ def _load_files(path: Path, model: Model | AnyLM, dtype: mx.Dtype) -> Drafter:
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
         what = " ".join(str(error).split())[:300]
         raise ValueError(f"{path}/config.json is no drafter's: {type(error).__name__}: {what}") from None
-
-
-def resolve(path_or_hf_repo: str, revision: str | None = None, local_only: bool = False) -> Path:
-    """The local directory of a path, a demo name or a Hub id, which is downloaded unless `local_only`.
-
-    Raises ValueError in one line where there is none.
-    """
-    name = str(path_or_hf_repo)
-    if name == DEMO or name.startswith(DEMO + "/"):
-        return _demo(name)
-    if (path := Path(name).expanduser()).exists():
-        return path
-    if name.startswith((".", "/", "~")) or name.partition("@")[0].count("/") != 1:
-        raise ValueError(f"no such directory: {name} (nor is it a Hub id like owner/name)")
-    return download(name, revision, local_only)
-
-
-def _demo(name: str) -> Path:
-    here = Path(__file__).parent / "demo"
-    known = {"demo": "target", **{f"demo/{kind}": kind for kind in ("dflash", "dflash2", "dspark", "mtp")}}
-    if name not in known:
-        raise ValueError(f"no demo part named {name!r}: there are {', '.join(known)}")
-    return here / known[name]
 
 
 def choose_kernels(model: Model | AnyLM, consistent: bool = False) -> None:

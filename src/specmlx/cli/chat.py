@@ -54,13 +54,13 @@ def chat(
     color: bool | None,
 ) -> None:
     """Talk with a model. In it, q quits, r forgets the conversation, h is help; Ctrl-C stops an answer."""
-    from specmlx.cli.dialogue import Dialogue
-    from specmlx.generation import PromptCache, summary
-
     sampling.check()
     kv_settings = kv.settings()
     with answers():
         model, tokenizer = target.load(draft_model, drafting=drafting)
+    from specmlx.cli.dialogue import Dialogue
+    from specmlx.generation import PromptCache, summary
+
     options.check_width(model.draft_model, num_draft_tokens, model.no_draft_reason)
     if not tokenizer.has_chat_template:
         raise ValueError(f"the tokenizer of {target.model} has no chat template: use specmlx generate")

@@ -22,7 +22,7 @@ def convert(model: str, draft_model: str | None, out: Path, quantize: str | None
     """
     from specmlx.choosing import has_mtp
     from specmlx.conversion import convert as write
-    from specmlx.loading import resolve
+    from specmlx.places import resolve
 
     def progress(done: int, total: int) -> None:
         filled = _BAR * done // max(total, 1)

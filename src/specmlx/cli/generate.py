@@ -62,8 +62,6 @@ def generate(
     profile: bool,
 ) -> None:
     """Answer one prompt: the text on stdout, everything else on stderr."""
-    from specmlx.generation import stream_generate, summary
-
     sampling.check()
     kv_settings = kv.settings()
     with joined() as group, answers() as out:
@@ -75,6 +73,8 @@ def generate(
         recorder = _recorder(trace)
         target, prompt_cache, tokenizer_config = _cached(prompt_cache_file, target)
         model, tokenizer = target.load(draft_model, tokenizer_config, drafting, group)
+        from specmlx.generation import stream_generate, summary
+
         goes_on = prompt_cache is not None
         if prompt_cache_file and prompt_cache is None:
             prompt_cache = _prompts(prompt_cache_file, model)

@@ -20,7 +20,7 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
     """
     from specmlx.hub import download, is_id, remote_repo
     from specmlx.inspection import inspect_path, inspect_tensors
-    from specmlx.loading import DEMO, resolve
+    from specmlx.places import DEMO, resolve
 
     with answers() as out:
         if not is_id(path) or path.startswith(f"{DEMO}/"):

@@ -29,6 +29,13 @@ class ModelFlags:
     trust_remote_code: bool
     consistent: bool = False
 
+    def check(self, *draft_models: str | None) -> None:
+        """Raise ValueError for what is wrong with a pair by its small files, before what takes seconds to import."""
+        from specmlx.places import check_names
+
+        for draft_model in draft_models:
+            check_names(self.model, draft_model)
+
     def load(
         self,
         draft_model: str | None = "auto",
@@ -40,12 +47,14 @@ class ModelFlags:
 
         group: of mlx's, where several processes run the model together.
         """
+        draft_model = None if draft_model == "none" else draft_model
+        self.check(draft_model)
         from specmlx.loading import load
 
         with loading(self.model):
             return load(
                 self.model,
-                draft_model=None if draft_model == "none" else draft_model,
+                draft_model=draft_model,
                 **({} if drafting is None else asdict(drafting)),
                 dtype=self.dtype,
                 adapter_path=self.adapter_path,

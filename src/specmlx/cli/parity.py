@@ -71,11 +71,11 @@ def parity(
     _check(target, sampling, draft_model, reference)
     texts = _texts(target.model, prompt, prompts)
     with answers() as out, _files(target, reference) as files:
-        from specmlx.receipts.parity import verdicts
-
         model, tokenizer = files.load(
             "auto" if "auto" in draft_model else None, drafting=drafting if "auto" in draft_model else None
         )
+        from specmlx.receipts.parity import verdicts
+
         drafters = _drafters(model, draft_model, num_draft_tokens, drafting)
         ids = [template.ids(tokenizer, text) for text in texts]
         others = _reference(files, sampling, tokenizer, ids, max_tokens) if reference else {}
@@ -135,6 +135,7 @@ def _check(
     target: options.ModelFlags, sampling: SamplingFlags, draft_model: tuple[str, ...], reference: str | None
 ) -> None:
     sampling.check()
+    target.check(*draft_model)
     if "none" in draft_model:
         raise click.UsageError("--draft-model none leaves nothing to compare: name a drafter.")
     if reference and sampling.temp > 0:
@@ -193,7 +194,7 @@ def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str, d
 def _reference(
     target: options.ModelFlags, sampling: SamplingFlags, tokenizer: Any, ids: list[list[int]], max_tokens: int
 ) -> dict[str, list]:
-    from specmlx.loading import resolve
+    from specmlx.places import resolve
     from specmlx.receipts.parity import decode_mlx_lm
 
     with status(f"decoding {len(ids)} prompts with mlx-lm"):

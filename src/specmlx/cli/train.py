@@ -118,7 +118,7 @@ def train(
 def _settings(model: Any, tokenizer: Any, kind: str | None, init: str | None, steps, minutes, flags: dict):
     from specmlx.drafters.config import DFLASH, DFLASH2, DrafterConfig
     from specmlx.formats.checkpoint import read_config
-    from specmlx.loading import resolve
+    from specmlx.places import resolve
     from specmlx.training.geometry import default_rate, drafter_config, grown, mask_token
     from specmlx.training.run import Settings
 

@@ -137,7 +137,7 @@ def layers_of(config: HybridConfig) -> tuple[int, int]:
 
 def _config(name: str) -> dict[str, Any]:
     from specmlx.formats.checkpoint import read_config
-    from specmlx.loading import DEMO, resolve
+    from specmlx.places import DEMO, resolve
 
     path = Path(name).expanduser()
     if path.suffix == ".json":

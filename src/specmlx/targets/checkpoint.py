@@ -12,34 +12,13 @@ from specmlx.formats.header import Entry
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import SCALES, place
 from specmlx.targets.any_lm import AnyLM
-from specmlx.targets.config import HybridConfig
+from specmlx.targets.config import MODEL_TYPES, UNFIT, HybridConfig, check_target
 from specmlx.targets.gguf import gguf_files, load_gguf
 from specmlx.targets.hybrid import Model
 from specmlx.targets.sharding import shard
 
-MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
-
-# What values of other types than a config should have may raise.
-_UNFIT = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, ZeroDivisionError)
 # How names of a config that are sizes end.
 SIZE_NAMES = ("_size", "_layers", "_heads", "_experts", "_dim", "_interval", "_step")
-
-
-def check_target(config: dict[str, Any], path: Path | str) -> None:
-    """Raise ValueError in one line for a drafter's config, and for a hybrid's that makes no sense."""
-    names = config.get("architectures")
-    architectures = " ".join(map(str, names)) if isinstance(names, list) else str(names)
-    if any(word in architectures for word in ("DFlash", "DSpark", "Speculator")):
-        raise ValueError(f"{path} is a drafter ({architectures}), not a target: pass it as draft_model")
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str):
-        raise ValueError(f"{path} has model_type {model_type!r}: its config.json is no language model's")
-    if model_type not in MODEL_TYPES:
-        return
-    try:
-        HybridConfig.from_dict(config)
-    except _UNFIT as error:
-        raise ValueError(f"{path}: {_one_line(error)}") from None
 
 
 def load_target(
@@ -83,7 +62,7 @@ def load_target(
             )
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
-    except _UNFIT as error:
+    except UNFIT as error:
         what = _one_line(error) or "no reason given"
         raise ValueError(f"{path}/config.json is not as mlx-lm reads it: {type(error).__name__}: {what}") from None
     return _finished(model, config, path, dtype, lazy, adapter_path, group), config

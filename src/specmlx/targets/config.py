@@ -1,10 +1,14 @@
 """Geometry of a Qwen3.5-family text model, dense or with mixtures of experts."""
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 LINEAR, FULL = "linear_attention", "full_attention"
 QWEN3_NEXT = "qwen3_next"
+MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", QWEN3_NEXT)
+# What values of other types than a config should have may raise.
+UNFIT = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, ZeroDivisionError)
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _EXPERTS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
 # Of a layer, a matrix or a vocabulary; and of layers.
@@ -134,3 +138,20 @@ def _flat_rope(text: dict[str, Any]) -> dict[str, Any]:
     """`rope_parameters` of a config that has its parts at the top level."""
     names = ("rope_theta", "partial_rotary_factor")
     return {**(text.get("rope_scaling") or {}), **{name: text[name] for name in names if name in text}}
+
+
+def check_target(config: dict[str, Any], path: Path | str) -> None:
+    """Raise ValueError in one line for a drafter's config, and for a hybrid's that makes no sense."""
+    names = config.get("architectures")
+    architectures = " ".join(map(str, names)) if isinstance(names, list) else str(names)
+    if any(word in architectures for word in ("DFlash", "DSpark", "Speculator")):
+        raise ValueError(f"{path} is a drafter ({architectures}), not a target: pass it as draft_model")
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"{path} has model_type {model_type!r}: its config.json is no language model's")
+    if model_type not in MODEL_TYPES:
+        return
+    try:
+        HybridConfig.from_dict(config)
+    except UNFIT as error:
+        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
