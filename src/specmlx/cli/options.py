@@ -48,7 +48,8 @@ class ModelFlags:
         group: of mlx's, where several processes run the model together.
         """
         draft_model = None if draft_model == "none" else draft_model
-        self.check(draft_model)
+        if group is None:
+            self.check(draft_model)
         from specmlx.loading import load
 
         with loading(self.model):
