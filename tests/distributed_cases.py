@@ -25,8 +25,8 @@ def cases(directory: str, group: mx.distributed.Group | None) -> dict:
     tokenizer.add_eos_token(281)
     found = {}
 
-    def run(name: str, prompt=PROMPT, max_tokens: int = 16, **options) -> None:
-        responses = list(specmlx.stream_generate(model, tokenizer, prompt, max_tokens, **options))
+    def run(name: str, prompt=PROMPT, max_tokens: int = 16, target=model, **options) -> None:
+        responses = list(specmlx.stream_generate(target, tokenizer, prompt, max_tokens, **options))
         stats = responses[-1].stats
         best = [mx.sort(response.logprobs)[-2:].tolist() for response in responses]
         margins = [first - second for second, first in best]
@@ -49,13 +49,15 @@ def cases(directory: str, group: mx.distributed.Group | None) -> dict:
         run("first turn", prompt_cache=conversation, num_draft_tokens="full", seed=3, **sampled())
         run("second turn", [5, 6, 7], prompt_cache=conversation, num_draft_tokens="full", seed=3, **sampled())
 
+        run("llama", draft_model="ngram", target=specmlx.load(f"{directory}/llama", group=group)[0])
+
     # As on a GPU, with each round issued before the one before it is read.
     policy = Policy(sampled()["sampler"], sampled()["logits_processors"], 3)
     drafter, width = model.draft_model, None
     if group is not None:
         drafter, policy = SharedDrafter(drafter, group), SharedPolicy(policy, group)
         width = SharedWidths(drafter.max_width, group)
-    ahead = generate_tokens(model, Conversation(model.new_states()), PROMPT, policy, drafter, width, max_tokens=24)
+    ahead = generate_tokens(model, Conversation(model.new_states()), PROMPT, policy, drafter, width, max_tokens=12)
     found["ahead"] = [[token.id for token in ahead], None, None]
     return found
 

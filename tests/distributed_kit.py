@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 from demo_kit import DFLASH, DSPARK, write
+from mlx_lm.models import llama
 from rig import EXPERTS, TINY, small_tokenizer, tiny
 
 from specmlx.drafters.checkpoint import build
@@ -29,6 +30,17 @@ DIVISIBLE = {
     "vocab_size": 282,
 }
 DIVISIBLE_EXPERTS = DIVISIBLE | EXPERTS | {"moe_intermediate_size": 192, "shared_expert_intermediate_size": 192}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 282,
+    "eos_token_id": 2,
+}
 TAPS = {"mask_token_id": 3, "target_layer_ids": [0]}
 
 
@@ -44,6 +56,14 @@ def write_pair(directory: Path) -> Path:
         config["dflash_config"] = config["dflash_config"] | TAPS
         mx.random.seed(7)
         write(directory / name, config, build(DrafterConfig.from_dict(config), target).model)
+    return directory
+
+
+def write_llama(directory: Path) -> Path:
+    """A model directory of mlx-lm's llama, without a drafter."""
+    mx.random.seed(5)
+    small_tokenizer(directory)
+    write(directory, LLAMA, llama.Model(llama.ModelArgs.from_dict(LLAMA)))
     return directory
 
 

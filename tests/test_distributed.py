@@ -14,7 +14,16 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from distributed_cases import cases
-from distributed_kit import DIVISIBLE, DIVISIBLE_EXPERTS, FakeGroup, finished, free_ports, start_ring, write_pair
+from distributed_kit import (
+    DIVISIBLE,
+    DIVISIBLE_EXPERTS,
+    FakeGroup,
+    finished,
+    free_ports,
+    start_ring,
+    write_llama,
+    write_pair,
+)
 from mlx.utils import tree_flatten
 from publishers import random_fp8
 from rig import NEXT, tiny
@@ -27,7 +36,9 @@ from specmlx.targets.sharding import shard
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return write_pair(tmp_path_factory.mktemp("pair"))
+    directory = write_pair(tmp_path_factory.mktemp("pair"))
+    write_llama(directory / "llama")
+    return directory
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ class AnyLM(Drafted, nn.Module):
         self.directory: Path | None = None
         # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
         self.kernel_note: str | None = None
-        # Only hybrids are split over processes.
+        # The processes that have the other parts of it.
         self.sharding_group: mx.distributed.Group | None = None
 
     @cached_property

@@ -15,7 +15,7 @@ from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.config import MODEL_TYPES, UNFIT, HybridConfig, check_target
 from specmlx.targets.gguf import gguf_files, load_gguf
 from specmlx.targets.hybrid import Model
-from specmlx.targets.sharding import shard
+from specmlx.targets.sharding import shard, shard_any
 
 # How names of a config that are sizes end.
 SIZE_NAMES = ("_size", "_layers", "_heads", "_experts", "_dim", "_interval", "_step")
@@ -83,11 +83,9 @@ def _finished(
         cast(model, dtype)
     model.eval()
     if group is not None:
-        if not isinstance(model, Model):
-            raise ValueError(f"{path} is a {config['model_type']}: only hybrids run in several processes")
         if adapter_path is not None:
             raise ValueError(f"the adapter {adapter_path} can't be split over processes: run mlx_lm.fuse first")
-        shard(model, group)
+        shard(model, group) if isinstance(model, Model) else shard_any(model, config, group)
     if mx.default_device() == mx.cpu:
         column_major(model)
     if not lazy:
@@ -96,6 +94,7 @@ def _finished(
             mx.eval(layer.parameters())
         mx.eval(model.parameters())
     target = model if isinstance(model, Model) else AnyLM(model, config)
+    target.sharding_group = group
     target.directory = path if path.is_dir() else path.parent
     return target
 

@@ -6,6 +6,7 @@ head in parts would have to send logits `[T, V]` in each round, and drafters rea
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,6 +20,7 @@ from specmlx.targets.gated_delta import FusedGatedDeltaNet, GatedDeltaNet
 from specmlx.targets.hybrid import Model
 from specmlx.targets.mlp import SparseMLP
 
+_HEADS = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 Span = tuple[int, int]
 Change = tuple[nn.Module, dict[str, mx.array]]
 
@@ -65,6 +67,26 @@ def check(config: HybridConfig, size: int) -> None:
         odd.append(f"num_key_value_heads {kv}")
     if odd:
         raise ValueError(f"the model can't be split over {size} processes, which don't divide its {', '.join(odd)}")
+
+
+def shard_any(model: nn.Module, config: dict[str, Any], group: mx.distributed.Group) -> None:
+    """Keep this process's part of a model of mlx-lm's by its own `shard`, in place; nothing is evaluated.
+
+    Raises ValueError for a model without one, and where heads or columns don't divide; it is then of no use.
+    """
+    size = group.size()
+    if not hasattr(model, "shard"):
+        raise ValueError(f"{config['model_type']} models can't run in several processes: mlx-lm can't split them")
+    text = {**config, **(config.get("text_config") or {})}
+    # mlx-lm rounds heads down without a word.
+    odd = [f"{name} {text[name]}" for name in _HEADS if isinstance(text.get(name), int) and text[name] % size]
+    if odd:
+        raise ValueError(f"the model can't be split over {size} processes, which don't divide its {', '.join(odd)}")
+    try:
+        model.shard(group)
+    except (ValueError, AssertionError) as error:
+        what = " ".join(str(error).split())
+        raise ValueError(f"mlx-lm can't split the model over {size} processes: {what}") from None
 
 
 class _Parts:
