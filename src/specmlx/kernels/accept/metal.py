@@ -6,10 +6,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from specmlx.kernels.tuning import tuning
+
 _HERE = Path(__file__).parent
 _THREADS = 256
-# Scores of a threadgroup: 31 of them share a row of 248,320.
-_SEGMENT = 8192
 MAX_ROWS = 32
 
 
@@ -75,7 +75,8 @@ def rejection(
 
 
 def _pass(V: int) -> tuple[int, list]:
-    return -(-V // _SEGMENT), [("V", V), ("W", 4 if V % 4 == 0 else 1), ("SEGMENT", _SEGMENT), ("THREADS", _THREADS)]
+    segment = tuning().segment
+    return -(-V // segment), [("V", V), ("W", 4 if V % 4 == 0 else 1), ("SEGMENT", segment), ("THREADS", _THREADS)]
 
 
 def _filled(x: mx.array) -> mx.array:

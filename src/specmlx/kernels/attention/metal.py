@@ -9,6 +9,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from specmlx.kernels.attention.reference import Stored
+from specmlx.kernels.tuning import Tuning, tuning
 
 _HERE = Path(__file__).parent
 MAX_ROWS = 17
@@ -22,18 +23,19 @@ class Chunks(NamedTuple):
     Short ones first, so that short contexts fill the chip; long ones later, where partial results would cost more.
     """
 
-    size: int = 256
+    size: int
     many: int = 64
     rest: int = 1024
+
+    @classmethod
+    def of(cls, tuning: Tuning) -> "Chunks":
+        return cls(tuning.chunk, tuning.short_chunks, tuning.long_chunk)
 
     def count(self, length: int, seen: int | None = None) -> int:
         """How many chunks the first `length` keys touch, or any `seen` neighbours of them."""
         first = self.size * self.many
         n = -(-length // self.size) if length <= first else self.many + -(-(length - first) // self.rest)
         return n if seen is None else min(n, (seen - 2) // self.size + 2)
-
-
-CHUNKS = Chunks()
 
 
 def supports(q: mx.array, keys: Stored, values: Stored) -> bool:
@@ -53,10 +55,14 @@ def attention(
     scale: float,
     window: int | None = None,
     first: int = 0,
-    chunks: Chunks = CHUNKS,
+    chunks: Chunks | None = None,
     factory: Callable = mx.fast.metal_kernel,
 ) -> mx.array:
-    """As `reference.attention`, in q's dtype; no row sees more than the buffer's first `length` keys."""
+    """As `reference.attention`, in q's dtype; no row sees more than the buffer's first `length` keys.
+
+    chunks: how keys are split, by default as the chip's family has it.
+    """
+    chunks = chunks or Chunks.of(tuning())
     B, Hq, T, D = q.shape
     Hkv = keys.data.shape[1]
     group = Hq // Hkv

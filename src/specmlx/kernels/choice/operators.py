@@ -11,6 +11,7 @@ from specmlx.kernels.choice.operator import STOCK, Key, Operator
 from specmlx.kernels.experts import gather_by_expert
 from specmlx.kernels.gate_up import Matrix, gate_up
 from specmlx.kernels.quantized_matmul import quantized_matmul, reference
+from specmlx.kernels.tuning import tuning
 
 
 class Packed(NamedTuple):
@@ -34,12 +35,14 @@ class QuantizedMatmul:
     name: str = "quantized_matmul"
     address: str = f"{__name__}:QUANTIZED_MATMUL"
     one_order: tuple[str, ...] = ("A", "AX", "B", "V")
-    # One row, the passes of narrow and full blocks, two lanes of them.
-    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16, 32)
     by_rows: bool = True
     firm: bool = False
     fixed: bool = True
     factory: Callable = mx.fast.metal_kernel
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuning().raced_rows
 
     def variants(self, key: Key) -> tuple[str, ...]:
         return tuple(v for v in self.one_order if v != "B" or self._has_groups_outside(key))
@@ -165,11 +168,14 @@ class GateUp:
     name: str = "gate_up"
     address: str = f"{__name__}:GATE_UP"
     one_order: tuple[str, ...] = ("A", "AX", "B", "V")
-    rows: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16, 32)
     by_rows: bool = True
     firm: bool = False
     fixed: bool = True
     factory: Callable = mx.fast.metal_kernel
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuning().raced_rows
 
     def variants(self, key: Key) -> tuple[str, ...]:
         return QUANTIZED_MATMUL.variants(key)

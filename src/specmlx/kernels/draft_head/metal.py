@@ -6,11 +6,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from specmlx.kernels.tuning import tuning
+
 _HERE = Path(__file__).parent
 _THREADS = 256
-# Logits of a threadgroup, and rows of w2 of one: what fills a chip's cores, with few partial results.
-_SEGMENT = 8192
-_ROWS = 1024
 
 
 def supports_chain(logits: mx.array, w1: mx.array, w2: mx.array) -> bool:
@@ -28,11 +27,12 @@ def top_k(logits: mx.array, k: int, factory: Callable = mx.fast.metal_kernel) ->
     """As `reference.top_k`."""
     *lead, V = logits.shape
     rows = logits.size // V
-    segments = -(-V // _SEGMENT)
+    segment = tuning().segment
+    segments = -(-V // segment)
     template = [("K", k), ("T", logits.dtype)]
     values, ids = _kernel("top_k", factory)(
         inputs=[logits],
-        template=[*template, ("V", V), ("W", 4 if V % 4 == 0 else 1), ("SEGMENT", _SEGMENT), ("THREADS", _THREADS)],
+        template=[*template, ("V", V), ("W", 4 if V % 4 == 0 else 1), ("SEGMENT", segment), ("THREADS", _THREADS)],
         grid=(_THREADS, segments, rows),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(rows, segments, k)] * 2,
@@ -62,7 +62,8 @@ def chain(
 ) -> tuple[mx.array, mx.array | None]:
     """As `reference.chain`: a launch a slot, each reading w2 once. The biased logits only if they are to be kept."""
     B, S, V = logits.shape
-    segments = -(-V // _ROWS)
+    segment = tuning().markov_rows
+    segments = -(-V // segment)
     kernel = _kernel("chain_logits" if keep_logits else "chain", factory)
     scale = mx.array(scale, dtype=mx.float32)
     # Eight of them, since mlx binds fewer elements in another way: one more kernel to compile.
@@ -86,7 +87,7 @@ def chain(
                 ("B", B),
                 ("V", V),
                 ("R", w1.shape[-1]),
-                ("SEGMENT", _ROWS),
+                ("SEGMENT", segment),
                 ("THREADS", _THREADS),
                 ("NOISY", noise is not None),
                 ("MAPPED", target_ids is not None),

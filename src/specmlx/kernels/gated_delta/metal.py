@@ -7,9 +7,9 @@ from pathlib import Path
 import mlx.core as mx
 
 from specmlx.kernels.gated_delta.reference import Tape
+from specmlx.kernels.tuning import tuning
 
 _HERE = Path(__file__).parent
-_SIMDGROUPS = 4
 
 
 def supports(Dk: int, Dv: int) -> bool:
@@ -60,7 +60,7 @@ def _geometry(S: mx.array, k: mx.array) -> dict:
     return dict(
         template=[("T", k.dtype), ("Hk", k.shape[2]), ("Hv", Hv), ("Dk", Dk), ("Dv", Dv), ("R", R)],
         grid=(32, Dv // (4 * R), B * Hv),
-        threadgroup=(32, _SIMDGROUPS, 1),
+        threadgroup=(32, tuning().delta_simdgroups, 1),
     )
 
 

@@ -7,6 +7,8 @@ from math import ceil
 
 import mlx.core as mx
 
+from specmlx.kernels.tuning import tuning
+
 MODES = {"affine": 0, "nvfp4": 1, "mxfp4": 2, "mxfp8": 3, "fp8": 4}
 # (group size, bits) of each mode; fp8 has no groups, only a scale of the whole tensor.
 FORMATS = {
@@ -16,7 +18,6 @@ FORMATS = {
     "mxfp8": {(32, 8)},
     "fp8": {(None, 8)},
 }
-VECTORS = 5  # rows of x that form V takes at a time
 
 
 def supported(
@@ -62,10 +63,10 @@ def block(bits: int) -> int:
 def split(K: int, bits: int) -> int:
     """Simdgroups of a threadgroup, which share K: from K and the format alone, as it decides the order of the sums.
 
-    The largest power of two up to 8 whose fullest simdgroup has at most an eighth more blocks than the mean.
+    The largest power of two up to the table's number whose fullest simdgroup has few more blocks than the mean.
     """
-    blocks = K // block(bits)
-    return next((s for s in (8, 4, 2) if s <= blocks and ceil(blocks / s) * s <= 1.125 * blocks), 1)
+    blocks, most, uneven = K // block(bits), tuning().simdgroups, tuning().uneven
+    return next((s for s in (8, 4, 2) if s <= min(blocks, most) and ceil(blocks / s) * s <= uneven * blocks), 1)
 
 
 def shared_words(K: int, group_size: int | None, bits: int, mode: str) -> int:
@@ -279,9 +280,9 @@ def _launch(form: str, dtype, M, N, K, group_size, bits, mode, added: bool = Fal
     }
     columns = {"V": 16, "paired A": 16, "paired AX": 16}.get(form, 32)
     if form == "V":
-        template["ROWS"] = tile = ceil(M / ceil(M / VECTORS))
+        template["ROWS"] = tile = ceil(M / ceil(M / tuning().vectors))
     else:
-        template["TILES"] = 1 if M <= 8 else 2
+        template["TILES"] = 1 if M <= 8 else tuning().tiles
         template["SHARED"] = shared_words(K, group_size, bits, mode)
         # The gathered form finds its tiles itself, from the experts of the pairs.
         tile = 1 if form == "gather" else 8 * template["TILES"]
