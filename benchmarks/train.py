@@ -78,7 +78,7 @@ def memory(run: Run) -> Iterator[dict]:
 
 @click.command()
 @click.option("--kind", type=click.Choice(KINDS), default="dspark", show_default=True)
-@click.option("--steps", default=32, show_default=True, help="A multiple of 16: pools are learned twice.")
+@click.option("--steps", default=32, show_default=True, help="The first four learn new answers alone, all others half.")
 @click.option("--max-tokens", "-m", default=256, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(kind: str, steps: int, max_tokens: int, as_json: bool) -> None:

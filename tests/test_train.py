@@ -20,9 +20,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from demo_kit import DSPARK, TOKENIZER, write, write_model
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from specmlx.cli import main
+from specmlx.demo.export import write_demo
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.generation import stream_generate
@@ -408,6 +411,24 @@ def test_a_drafter_that_training_begins_with_is_where_it_begins(target, data, tm
     before, after = (load_drafter(str(path), model).model.parameters() for path in (start, out))
     pairs = zip(tree_flatten(before), tree_flatten(after), strict=True)
     assert all(mx.array_equal(a, b).item() for (_, a), (_, b) in pairs)
+
+
+def test_a_fine_tunes_drafter_begins_where_its_bases_drafter_ended(tmp_path):
+    demo = write_demo(tmp_path / "demo")
+    model, _ = load(str(demo), draft_model=None)
+    linear_to_lora_layers(model, len(model.layers), {"rank": 2, "scale": 1.0, "dropout": 0.0})
+    for seed, (_, module) in enumerate(tuned := [x for x in model.named_modules() if isinstance(x[1], LoRALinear)]):
+        module.lora_b = 0.05 * mx.random.normal(module.lora_b.shape, key=mx.random.key(seed))
+    model.update_modules(tree_unflatten([(name, module.fuse()) for name, module in tuned]))
+    mx.save_safetensors(str(demo / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join((demo / "train.jsonl").read_text().splitlines(keepends=True)[:16]))
+    options = ["--init", str(demo / "dspark"), "--steps", "1", "--max-tokens", "40"]
+    result = CliRunner().invoke(main, arguments(demo, data, tmp_path / "out", *options))
+    assert result.exit_code == 0, result.stderr
+    begun = json.loads((tmp_path / "out" / "training" / "log.jsonl").read_text())
+    # A drafter with random weights has 1.0.
+    assert begun["held_out_tau"] > 4
 
 
 @pytest.mark.linux_bits
