@@ -140,7 +140,7 @@ def test_what_does_not_divide_is_refused_with_all_values():
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_ring_of_processes_gives_the_tokens_of_one(pair, alone, tmp_path, size):
     program = str(Path(__file__).with_name("distributed_cases.py"))
-    ended = finished(start_ring(tmp_path, size, program, str(pair)), timeout=150)
+    ended = finished(start_ring(tmp_path, size, program, str(pair)), timeout=120)
     assert [code for code, _, _ in ended] == [0] * size, ended
     ranks, said = zip(*(json.loads(out) for _, out, _ in ended), strict=True)
     for told in ranks:
@@ -183,7 +183,7 @@ def test_under_mlx_launch_the_first_process_alone_speaks(pair):
 
 
 def test_other_commands_are_refused_by_one_line_of_the_first_process(tmp_path):
-    ended = finished(start_ring(tmp_path, 2, "-m", "specmlx", "chat"), timeout=60)
+    ended = finished(start_ring(tmp_path, 2, "-m", "specmlx", "chat"), timeout=120)
     refusal = "Error: chat runs in one process: under mlx.launch there is specmlx generate\n"
     assert ended == [(2, "", refusal), (2, "", "")]
 
