@@ -47,6 +47,7 @@ def billions(name: str) -> float | None:
 
 
 _PAPER = "DSpark paper (arXiv 2607.05147) table 1: GSM8K, T = 1, 7 proposals"
+_MLX_DSPARK = "mlx-dspark: M4 Pro, greedy, 3 prompts, 7 proposals at most"
 KNOWN = (
     KnownTarget(
         ("Qwen/Qwen3.8-27B", "nvidia/Qwen3.8-27B-NVFP4", "mlx-community/Qwen3.8-27B-4bit"),
@@ -85,7 +86,7 @@ KNOWN = (
                 "z-lab/Qwen3.6-35B-A3B-DFlash",
                 DFLASH,
                 tau=4.72,
-                source="mlx-dspark: M4 Pro, greedy, 3 prompts, 7 proposals at most",
+                source=_MLX_DSPARK,
             ),
             Published("mtp", MTP),
         ),
@@ -125,6 +126,21 @@ KNOWN = (
             Published("RedHatAI/Qwen3-8B-speculator.dflash2", DFLASH2, block=8),
             Published("RedHatAI/Qwen3-8B-speculator.dflash", DFLASH, block=8, tau=3.74, source="its card: math"),
         ),
+    ),
+    KnownTarget(
+        ("google/gemma-4-12B-it",),
+        (
+            Published("deepseek-ai/dspark_gemma4_12b_block7", DSPARK, (5, 17, 29, 41, 46), 7, 6.05, _PAPER),
+            Published("z-lab/gemma4-12B-it-DFlash", DFLASH),
+        ),
+    ),
+    KnownTarget(
+        ("LiquidAI/LFM2.5-1.2B-Instruct", "LiquidAI/LFM2.5-1.2B-Instruct-MLX-bf16"),
+        (Published("LiquidAI/LFM2.5-1.2B-Instruct-DSpark", DSPARK, block=9, tau=5.28, source=_MLX_DSPARK),),
+    ),
+    KnownTarget(
+        ("LiquidAI/LFM2.5-2.6B", "LiquidAI/LFM2.5-2.6B-MLX-bf16"),
+        (Published("LiquidAI/LFM2.5-2.6B-DSpark", DSPARK, block=9, tau=4.00, source=_MLX_DSPARK),),
     ),
     KnownTarget(
         ("Qwen/Qwen3-14B",),
