@@ -13,6 +13,8 @@ from specmlx.catalog import KNOWN, billions
 from specmlx.choosing import choose_drafter
 from specmlx.cli import main
 from specmlx.cli.models import for_models
+from specmlx.drafters.ngram import NGram
+from specmlx.generation import stream_generate
 from specmlx.hub import PATTERNS, base_models, cached_id, cached_repos, download
 from specmlx.loading import load, load_drafter, resolve
 
@@ -111,7 +113,30 @@ def test_load_takes_what_is_in_the_cache_and_says_so(target, local_cache, capsys
     weights = next(local_cache.rglob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-9])
     model, _ = load(str(target))
-    assert model.draft_model is None and "can't be used" in model.no_draft_reason
+    assert type(model.fallback) is NGram and "can't be used" in model.no_draft_reason
+
+
+def test_prompt_lookup_drafts_where_there_is_no_other_and_the_result_says_so(target, local_cache, capsys, recwarn):
+    model, tokenizer = load(str(target))
+    said = capsys.readouterr().err
+    assert said.startswith("draft_model='auto' took prompt lookup: no drafter: ") and said.count("\n") == 1
+    assert model.draft_model is model.fallback and type(model.fallback) is NGram
+    plain = list(stream_generate(model, tokenizer, "one two", 12, draft_model=None))
+    assert plain[-1].stats.mode == "plain"
+    for width in ("full", "auto", 3):
+        found = list(stream_generate(model, tokenizer, "one two", 12, num_draft_tokens=width))
+        assert [r.token for r in found] == [r.token for r in plain]
+        # What "auto" says goes by what it has measured.
+        if width != "auto":
+            assert found[-1].stats.mode == "speculative"
+            assert found[-1].stats.reason.startswith("prompt lookup drafts: no drafter: ")
+    # Asked for by name, it is a drafter like any other.
+    asked, _ = load(str(target), draft_model="ngram")
+    assert asked.fallback is None and asked.no_draft_reason is None
+    assert load(str(target), draft_model=None)[0].draft_model is None
+    assert not recwarn.list
+    with pytest.raises(ValueError, match="draft_quantize is 8 but there is no drafter"):
+        load(str(target), draft_quantize="8")
 
 
 def test_a_config_can_not_name_a_drafter_outside_of_its_directory(target, tmp_path, local_cache):
@@ -122,7 +147,7 @@ def test_a_config_can_not_name_a_drafter_outside_of_its_directory(target, tmp_pa
     for name in ("../secret", str(tmp_path / "secret"), "draft/../../secret"):
         (copy / "config.json").write_text(json.dumps(config | {"draft_model": name}))
         model, _ = load(str(copy))
-        assert model.draft_model is None and "is not on this machine" in model.no_draft_reason
+        assert type(model.fallback) is NGram and "is not on this machine" in model.no_draft_reason
 
 
 def test_a_repository_in_the_cache_is_used_offline_and_one_that_is_not_says_so(target, local_cache, model):

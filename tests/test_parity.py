@@ -167,11 +167,11 @@ def test_bad_flags_end_in_one_line(args, directory):
     assert result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
 
 
-def test_a_target_without_a_drafter_leaves_nothing_to_compare(directory, tmp_path):
+def test_a_target_without_a_drafter_is_compared_with_prompt_lookup(directory, tmp_path):
     alone = tmp_path / "alone"
     shutil.copytree(directory, alone, ignore=shutil.ignore_patterns("dflash", "dspark"))
-    result = CliRunner().invoke(main, ["parity", "--model", str(alone)])
-    assert result.exit_code == 2 and "--draft-model" in result.stderr
+    result = CliRunner().invoke(main, ["parity", "--model", str(alone), "--prompt", "Hello", "--max-tokens", "8"])
+    assert result.exit_code == 0 and "took prompt lookup" in result.stderr
 
 
 @pytest.mark.parametrize("bits", [None, 4, 8])

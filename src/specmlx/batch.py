@@ -31,6 +31,7 @@ from specmlx.speculation.width import FULL
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
+from specmlx.targets.any_lm import AnyLM
 
 
 @dataclass
@@ -85,6 +86,11 @@ class Jobs:
             raise ValueError("the model is split over several processes: they answer one request at a time")
         self.drafter: Drafter | None
         self.drafter, self._stats = choose_drafter(self.model, draft_model, num_draft_tokens, Policy())
+        unasked = self.drafter is not None and self.drafter is self.model.fallback
+        if unasked and isinstance(self.model, AnyLM) and num_draft_tokens in (AUTO, None):
+            # Rounds of requests that take turns can't be timed, and nobody asked for this drafter.
+            self.drafter = None
+            self._stats = Stats(mode="plain", reason=self.model.no_draft_reason)
         self.width = None if num_draft_tokens == FULL else num_draft_tokens
         if self.drafter is not None and num_draft_tokens in (AUTO, None):
             self.width = LaneWidths(partial(choose_width, self.model, self.drafter, AUTO))

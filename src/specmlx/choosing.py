@@ -72,4 +72,4 @@ def _none(path: Path, known: KnownTarget | None) -> str:
     if published:
         return f"no drafter for {known.ids[0]} on this machine; to fetch one: hf download {published[0].id}"
     why = f"{path} names none and has no folder draft/, and none in the local Hub cache fits"
-    return f"no drafter: {why}; draft_model='ngram' needs none"
+    return f"no drafter: {why}"

@@ -209,7 +209,9 @@ def _responses(
                     if phases:
                         phases.finish()
                         response.stats = stats.snapshot()
-                    _warn_if_idle(stats, drafter, widths)
+                    # What nobody asked for may find nothing.
+                    if drafter is not model.fallback:
+                        _warn_if_idle(stats, drafter, widths)
                     if full:
                         warn_if_full(limit, response)
                 yield response
@@ -266,7 +268,9 @@ def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int
         raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
     if num_draft_tokens == 0:
         return None, Stats(mode="plain", reason="num_draft_tokens is 0")
-    return drafter, Stats(mode="speculative", reason=policy.reason or model.kernel_note)
+    if drafter is model.fallback:
+        reason = policy.reason or f"prompt lookup drafts: {model.no_draft_reason}"
+    return drafter, Stats(mode="speculative", reason=reason or model.kernel_note)
 
 
 def choose_width(

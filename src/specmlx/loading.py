@@ -63,8 +63,8 @@ def load(
     Args:
         path_or_hf_repo: a directory, a Hub id, a .gguf file beside its tokenizer, or "demo" (the embedded pair).
         draft_model: "auto" (what the target's config names, else its folder draft/, else one in the local Hub cache
-            that was published for it or fits, else its own MTP head; nothing is downloaded), None, a path or Hub id,
-            or a drafter.
+            that was published for it or fits, else its own MTP head, else prompt lookup; nothing is downloaded), None,
+            a path or Hub id, or a drafter.
         draft_window: how many tokens before its proposal a block drafter looks at, at most; default: the windows of its
             config.json, and 4096 for layers without one.
         draft_quantize, draft_vocab, draft_vocab_file, draft_markov_top_k: see `drafters.settings.DraftSettings`.
@@ -237,6 +237,9 @@ def _attach(
         drafter, reason = _chosen(model, name, path, dtype, settings)
     if drafter is None:
         settings.apply(None)
+    if drafter is None and draft_model == AUTO:
+        drafter = NGram()
+        print(f"draft_model='auto' took prompt lookup: {reason}", file=sys.stderr)
     model.attach(drafter, reason)
 
 
