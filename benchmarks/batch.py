@@ -1,7 +1,8 @@
 """What lanes save: target passes and speed with 1, 2, 4 and 8 of them, beside mlx-lm's own batches.
 
 `python benchmarks/batch.py` answers the same held-out questions of the demo in batches, in an order that turns from run
-to run, and prints passes a token and the ratio of decoding speed to one lane of the same kind in the same run.
+to run, and prints passes a token, the bytes of the target's weights that they read for each (every pass reads them
+once, for all lanes), and the ratio of decoding speed to one lane of the same kind in the same run.
 """
 
 import json
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import click
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from specmlx.batch import batch_generate
 from specmlx.demo.export import write_demo
@@ -79,6 +81,7 @@ def main(questions: int, runs: int, max_tokens: int, as_json: bool) -> None:
     settings = [(name, lanes) for name in sides for lanes in LANES]
     speeds: dict = {setting: [] for setting in settings}
     passes, texts = {}, set()
+    weights = sum(x.nbytes for _, x in tree_flatten(sides["plain"].model.parameters()))
     for run in range(runs + 1):
         for name, lanes in settings[run % len(settings) :] + settings[: run % len(settings)]:
             ids, speed, passes[name, lanes] = sides[name].answer(prompts, lanes, max_tokens)
@@ -93,6 +96,7 @@ def main(questions: int, runs: int, max_tokens: int, as_json: bool) -> None:
                 "decoding": name,
                 "lanes": lanes,
                 "passes_per_token": round(passes[name, lanes], 4),
+                "weight_bytes_per_token": round(passes[name, lanes] * weights),
                 "speed_to_one_lane": round(statistics.median(ratios), 2),
                 "lowest": round(min(ratios), 2),
                 "highest": round(max(ratios), 2),
@@ -107,13 +111,13 @@ def main(questions: int, runs: int, max_tokens: int, as_json: bool) -> None:
         click.echo(json.dumps({"machine": machine, "same_text": len(texts) == 1, "rows": rows}))
         return
     click.echo(f"{machine}; {len(prompts)} questions, {runs} runs; the same text in all: {len(texts) == 1}")
-    click.echo("| decoding | lanes | target passes a token | speed to one lane (lowest–highest) | tok/s |")
-    click.echo("|---|---:|---:|---:|---:|")
+    names = ("decoding", "lanes", "target passes a token", "its weights", "speed to one lane (lowest–highest)", "tok/s")
+    click.echo(f"| {' | '.join(names)} |\n|---|---:|---:|---:|---:|---:|")
     for r in rows:
-        click.echo(
-            f"| {r['decoding']} | {r['lanes']} | {r['passes_per_token']:.3f} | {r['speed_to_one_lane']:.2f} "
-            f"({r['lowest']:.2f}–{r['highest']:.2f}) | {r['tps']:.0f} |"
-        )
+        megabytes = f"{r['weight_bytes_per_token'] / 1e6:.2f} MB"
+        speed = f"{r['speed_to_one_lane']:.2f} ({r['lowest']:.2f}–{r['highest']:.2f})"
+        columns = (r["decoding"], r["lanes"], f"{r['passes_per_token']:.3f}", megabytes, speed, f"{r['tps']:.0f}")
+        click.echo(f"| {' | '.join(map(str, columns))} |")
 
 
 if __name__ == "__main__":

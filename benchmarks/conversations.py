@@ -3,6 +3,7 @@
 `python benchmarks/conversations.py` talks six turns with the embedded pair behind a system prompt of 4,000 tokens (its
 config's positions raised to 16,384: what it says there is no matter, only how long it takes) and prints what each turn
 ran and how long its first token took, with a `PromptCache` and without.
+`python benchmarks/conversations.py rounding` prints how far reused answers leave the state from a cold start's.
 `python benchmarks/conversations.py kv` answers held-out questions with keys and values in several formats and prints
 how often the answers are right, τ, and how many of them are those of full precision.
 """
@@ -11,12 +12,15 @@ import statistics
 import time
 
 import click
+import mlx.core as mx
+import mlx.nn as nn
 
 from specmlx import PromptCache
 from specmlx.cli.dialogue import Dialogue
 from specmlx.demo.tasks import held_out_examples
 from specmlx.generation import stream_generate
 from specmlx.loading import load, load_drafter
+from specmlx.state.prefix import Snapshot
 
 QUESTIONS = [f"Can you count from {n} up to {n + 11}?" for n in (62, 3, 41, 17, 80, 25)]
 FORMATS = {
@@ -34,35 +38,74 @@ def main(ctx: click.Context) -> None:
         turns()
 
 
-def turns(history: int = 4000, rounds: int = 3) -> None:
-    """The table of six turns, medians over `rounds` chats, each with a cache of its own."""
+def turns(history: int = 4000, chats: int = 3) -> None:
+    """The table of six turns, medians over `chats`, of which only the first runs the system prompt."""
     model, tokenizer = load(model_config={"max_position_embeddings": 16_384})
     words = "You count for people who ask you to, and you say nothing but the numbers that they want. "
     system = words * (history // len(tokenizer.encode(words)) + 1)
-    warm, cold = [[] for _ in QUESTIONS], [[] for _ in QUESTIONS]
-    for _ in range(rounds):
+    warm, cold, held = [[] for _ in QUESTIONS], [], []
+    for _ in range(chats):
         talk = Dialogue(model, tokenizer, system, max_tokens=40)
+        for each in held:
+            talk.prompt_cache.put(*each)
         for turn, question in enumerate(QUESTIONS):
             begin = time.perf_counter()
             stream = talk.ask(question)
             next(stream)
             first = time.perf_counter() - begin
             *_, last = stream
-            warm[turn].append((first, last))
-            if turn in (1, len(QUESTIONS) - 1):
-                prompt = talk.tokens[: last.prompt_tokens]
-                begin = time.perf_counter()
-                next(stream_generate(model, tokenizer, prompt, 1, prompt_cache=PromptCache()))
-                cold[turn].append(time.perf_counter() - begin)
-    click.echo("turn  prompt  cached     run   first token   cold start")
+            if turn or not held:
+                warm[turn].append((first, last))
+            held = held or talk.prompt_cache.snapshots()
+        prompt = talk.tokens[: last.prompt_tokens]
+        begin = time.perf_counter()
+        next(stream_generate(model, tokenizer, prompt, 1, prompt_cache=PromptCache()))
+        cold.append(time.perf_counter() - begin)
+    click.echo("turn  prompt  cached     run   first token")
     seconds = [statistics.median(found[0] for found in turn) for turn in warm]
     for turn, found in enumerate(warm):
         last = found[0][1]
         counts = f"{last.prompt_tokens:6}  {last.cached_tokens:6}  {last.prompt_tokens - last.cached_tokens:6}"
-        again = f"{statistics.median(cold[turn]) * 1e3:9.0f} ms" if cold[turn] else ""
-        click.echo(f"{turn + 1:4}  {counts}   {seconds[turn] * 1e3:8.0f} ms {again}")
-    whole = statistics.median(cold[-1])
+        click.echo(f"{turn + 1:4}  {counts}   {seconds[turn] * 1e3:8.0f} ms")
+    whole = statistics.median(cold)
+    click.echo(f"turn 6, cold start              {whole * 1e3:8.0f} ms")
     click.echo(f"turn 6 ÷ turn 2: {seconds[5] / seconds[1]:.2f}; cold start ÷ turn 6: {whole / seconds[5]:.1f}")
+
+
+@main.command()
+@click.option("--chats", default=2, show_default=True, help="Chats of six turns.")
+def rounding(chats: int) -> None:
+    """How far the state after reused answers is from a cold start's, and how many answers are the same."""
+    for name in ("float32", "bfloat16", "4 bits"):
+        model, tokenizer = load(draft_model=None, dtype=None if name == "4 bits" else name)
+        if name == "4 bits":
+            nn.quantize(model, group_size=32, bits=4)
+        off, same, asked = 0.0, 0, 0
+        for chat in range(chats):
+            talk = Dialogue(model, tokenizer, max_tokens=40)
+            for question in QUESTIONS[chat:] + QUESTIONS[:chat]:
+                last, start = None, len(talk.tokens)
+                given = [last := response for response in talk.ask(question)]
+                fresh = PromptCache(keep_answers=True)
+                prompt = talk.tokens[: last.prompt_tokens]
+                alone = list(stream_generate(model, tokenizer, prompt, 40, prompt_cache=fresh))
+                asked += 1
+                if start and [r.token for r in given] == [r.token for r in alone]:
+                    off = max(off, _apart(fresh.snapshots()[-1][1], talk.prompt_cache.snapshots()[-1][1]))
+                same += [r.token for r in given] == [r.token for r in alone]
+        click.echo(f"{name}: {same} of {asked} answers the same, states within {off:.1e} of a layer's largest value")
+
+
+def _apart(cold: Snapshot, warm: Snapshot) -> float:
+    pairs = [(a, b) for i in cold.recurrent for a, b in zip(cold.recurrent[i][:2], warm.recurrent[i][:2], strict=True)]
+    pairs += [
+        (a, b) for i in cold.piece.kvs for a, b in zip(*(_rows(snapshot, i) for snapshot in (cold, warm)), strict=True)
+    ]
+    return max((mx.abs(a - b).max() / mx.maximum(mx.abs(a).max(), 1)).item() for a, b in pairs)
+
+
+def _rows(snapshot: Snapshot, layer: int) -> list[mx.array]:
+    return [mx.concatenate(x, axis=2) for x in zip(*(p.kvs[layer] for p in snapshot.piece.chain()), strict=True)]
 
 
 @main.command()

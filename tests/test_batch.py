@@ -91,12 +91,24 @@ def test_trained_drafters_give_every_lane_its_own_text_in_as_many_rounds_as_alon
         assert found.request_stats[i].accept_histogram == alone[-1].stats.accept_histogram
 
 
-def test_lanes_share_their_passes(demo):
+def test_batches_of_1_2_4_and_8_lanes_take_as_many_passes_as_the_rounds_of_each_prompt_alone_predict(demo):
     model, tokenizer = demo
-    prompts = questions(tokenizer)
-    together = batch_generate(model, tokenizer, prompts, max_tokens=40)
-    assert together.stats.passes == max(stats.rounds for stats in together.request_stats)
-    assert together.stats.generation_tokens == sum(stats.generation_tokens for stats in together.request_stats)
+    prompts = questions(tokenizer, 12)
+    options = dict(max_tokens=16, num_draft_tokens="full")
+    alone = batch_generate(model, tokenizer, prompts, max_lanes=1, **options)
+    rounds = [stats.rounds for stats in alone.request_stats]
+    assert alone.stats.passes == sum(rounds)
+    per_token = [alone.stats.passes / alone.stats.generation_tokens]
+    for lanes in (2, 4, 8):
+        found = batch_generate(model, tokenizer, prompts, max_lanes=lanes, **options)
+        # Whoever waits takes the lane that is free first.
+        free = [0] * lanes
+        for n in rounds:
+            free = sorted([free[0] + n, *free[1:]])
+        assert found.texts == alone.texts and [stats.rounds for stats in found.request_stats] == rounds
+        assert found.stats.passes == free[-1]
+        per_token.append(found.stats.passes / found.stats.generation_tokens)
+    assert per_token[0] > 1.8 * per_token[1] > 3 * per_token[2] > 3.5 * per_token[3]
 
 
 def test_a_lane_decides_as_it_would_alone_whatever_rules_the_others_follow():
