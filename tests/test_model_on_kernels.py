@@ -11,14 +11,35 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear
 
 from specmlx.cli import parity_report
+from specmlx.drafters.checkpoint import build
+from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.ngram import NGram
 from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
 from specmlx.kernels.chosen import choose_kernels, restore
 from specmlx.kernels.linear import FixedLinear, FixedSwitchLinear, in_blocks
 from specmlx.receipts.parity import verdicts, verdicts_by_choice
+from specmlx.speculation.loop import generate_tokens
+from specmlx.speculation.policy import Policy
+from specmlx.speculation.sampling import make_sampler
+from specmlx.state.conversation import Conversation
 
 # One layer of each kind, with heads that the attention kernel takes.
 LAYERS = dict(num_hidden_layers=2, full_attention_interval=2, head_dim=64)
+DSPARK = {
+    "architectures": ["Qwen3DSparkModel"],
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 282,
+    "num_target_layers": 2,
+    "rope_theta": 10000.0,
+    "block_size": 4,
+    "markov_rank": 64,
+    "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1], "projector_type": "dspark"},
+}
 
 
 def chooser(tmp_path, consistent=False, **seconds: float) -> Chooser:
@@ -97,3 +118,42 @@ def test_consistent_holds_mlx_to_one_number_of_rows_where_there_is_no_kernel(tmp
     model.model.layers[0].mlp.shared_expert.down_proj = LoRALinear.from_base(nn.Linear(64, 64))
     with pytest.raises(ValueError, match="consistent can't be had: .*down_proj is a LoRALinear"):
         choose_kernels(model, mx.bfloat16, chooser(tmp_path, consistent=True))
+
+
+RULES = {"greedy": (None, None), "seeded": (make_sampler(temp=0.9), 3), "sampled": (make_sampler(temp=0.9), None)}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rounds_with_every_operator_on_our_kernels(tmp_path, rule):
+    sampler, seed = RULES[rule]
+    model, sim = rig.tiny(dtype=mx.bfloat16, bits=4, group_size=64, **(rig.SMALL | LAYERS)), msl.Simulator()
+    mx.random.seed(0)
+    drafter = build(DrafterConfig.from_dict(DSPARK), model)
+    nn.quantize(
+        drafter.model,
+        64,
+        4,
+        class_predicate=lambda path, layer: hasattr(layer, "to_quantized") and "markov" not in path,
+    )
+    drafter.model.set_dtype(mx.bfloat16)
+    quick = chooser(tmp_path, AX=0.5)
+    on_kernels(model, sim, quick)
+    on_kernels(drafter.model, sim, quick)
+
+    def text(width: int) -> list[int]:
+        policy = Policy(sampler, None, seed)
+        drafter.serve = policy.serve = lambda *_, **__: sim.metal_kernel
+        given = (Conversation(model.new_states()), [5, 9, 3], policy, drafter if width else None, width)
+        return [token.id for token in generate_tokens(model, *given, max_tokens=4)]
+
+    plain = text(0)
+    begun = len(sim.reports)
+    drafted = text(3)
+    assert rule == "sampled" or drafted == plain
+    launched = Counter(report.name.removeprefix("specmlx_") for report in sim.reports[begun:])
+    rounds = launched["accept_residual" if rule == "sampled" else "accept_match"]
+    # Attention runs the prompt's two rows before the last one too.
+    assert rounds == launched["gated_delta"] == launched["attention_chunks"] - 1 > 0
+    assert launched["draft_chain_logits" if rule == "sampled" else "draft_chain"] >= rounds
+    # Gate and up of two layers, and of the drafter's.
+    assert launched["quantized_matmul_paired"] >= 2 * rounds + 1

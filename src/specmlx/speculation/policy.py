@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from specmlx.drafters.proposal import Draws, among
+from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.speculation import foreign
 from specmlx.speculation.accept import Outcome, accept_best, accept_rejection
 from specmlx.speculation.noise import Noise
@@ -35,6 +36,7 @@ class Policy:
         rule: "greedy", "coupled", "rejection", or "sampler-match" for a foreign sampler.
         sequential: True if rows are handled one by one, with a look at the device each; `reason` says why.
         reason: one line, or None.
+        serve: says what makes the kernels of acceptance.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Policy:
             if not callable(value):
                 raise ValueError(f"{what} must be callable, got {value!r}: use specmlx.make_{what}")
         self.noise = Noise(seed)
+        self.serve: Serve = kernel_factory
         ours = isinstance(self.sampler, Sampler)
         if not ours and seed is not None:
             raise ValueError(f"seed={seed} needs a sampler of specmlx.make_sampler: this one has randomness of its own")
@@ -214,12 +217,12 @@ class RoundPolicy:
             return foreign.accept_rows(tokens, logits, history, processors, self._draw_row(indices))
         logprobs = normalise(logits)
         if policy.rule != "rejection":
-            return accept_best(tokens, *policy.scores(logprobs, indices)), logprobs
+            return accept_best(tokens, *policy.scores(logprobs, indices), serve=policy.serve), logprobs
         p = mx.exp(policy.log_probs(logprobs, indices))
         u = policy.noise.uniform("accept", indices[:, :-1])
         # One draw a round: it is keyed by the round's first index, which no other round has.
         noise = policy.noise.gumbel("residual", indices[:, :1], logits.shape[-1])[:, 0]
-        return accept_rejection(tokens, q, p, u, noise), logprobs
+        return accept_rejection(tokens, q, p, u, noise, policy.serve), logprobs
 
     def _draw_row(self, indices):
         policy = self.policy

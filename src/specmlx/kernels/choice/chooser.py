@@ -93,6 +93,8 @@ class Chooser:
     def _choose(self, operator: Operator, key: Key, name: str) -> Choice:
         if reason := self.off(operator):
             if self.consistent and self._available:
+                if operator.fixed:
+                    return Choice.same(operator, FIXED, times=LANES)
                 raise ValueError(f"consistent needs the kernels of {operator.name}, which are off: {reason}")
             return Choice.same(operator, STOCK)
         outcome = self.table.entries.get(name) or self._raced(operator, key, name)
