@@ -11,9 +11,7 @@ from mlx_lm.models import gemma4_text
 from rig import same_bits
 from test_drafter_goldens import observe_rows, observe_verified, replay
 
-from specmlx.conversion import plain_config
 from specmlx.drafters.checkpoint import load_drafter
-from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.pairing import check_pair
 from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
@@ -49,27 +47,6 @@ def test_proposals_are_those_of_deepspecs_code(case, how, expected):
         assert mx.abs(logits[0] - expected[f"{case}.logits"][i]).max().item() <= 3e-5, f"round {i}"
         assert proposal.tokens[0].tolist() == expected[f"{case}.tokens"][i].tolist()
         assert mx.abs(proposal.confidence[0] - expected[f"{case}.confidence"][i]).max().item() <= 3e-6
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_tensor_changes_what_is_proposed(case, expected):
-    drafter = load_drafter(HERE / case, target(case), dtype=mx.float32)
-
-    def shown() -> list[mx.array]:
-        proposal, logits = replay(drafter, expected, observe_rows(drafter))[-1]
-        return [logits, proposal.confidence]
-
-    before = shown()
-    for name, module in drafter.model.named_modules():
-        for key, value in list(module.items()):
-            if not isinstance(value, mx.array):
-                continue
-            # The last layer's scale is before a norm: only its sign is seen.
-            module[key] = -value
-            after = shown()
-            changed = 1 if "confidence" in name else 0
-            assert not mx.allclose(before[changed], after[changed], atol=1e-5).item(), f"{name}.{key}"
-            module[key] = value
 
 
 @pytest.mark.parametrize(
@@ -142,9 +119,3 @@ def test_taps_are_the_rows_that_the_layers_return_first():
     model.lm.model.layers = [Seen(layer) for layer in model.lm.model.layers]
     model.lm(ids)
     assert same_bits([features], [mx.concatenate([kept[1][0], kept[4][0]], axis=-1)])
-
-
-def test_a_plain_config_says_the_same():
-    for case in CASES:
-        parsed = DrafterConfig.from_dict(config(case))
-        assert vars(DrafterConfig.from_dict(plain_config(parsed, config(case)))) == vars(parsed)

@@ -167,16 +167,3 @@ def test_confidence_logits_are_divided_by_their_slots_temperature():
     _, calibrated = propose(golden_drafter("dspark", confidence_temperatures=temperatures))
     logits = mx.log(plain / (1 - plain)) / mx.array(temperatures)
     assert mx.allclose(calibrated, mx.sigmoid(logits), atol=1e-5).item()
-
-
-@pytest.mark.parametrize("case", ["dspark_gated", "dspark_rnn"])
-def test_every_tensor_of_the_other_markov_heads_matters(case):
-    drafter = golden_drafter(case)
-    logits, confidence = propose(drafter)
-    for name in [name for name, _ in drafter.model.markov_head.leaf_modules().items()]:
-        layer = drafter.model.markov_head[name]
-        for tensor in layer:
-            kept = layer[tensor]
-            layer[tensor] = kept + 0.1 * mx.random.normal(kept.shape, key=mx.random.key(1))
-            assert mx.abs(propose(drafter)[0] - logits).max().item() > 1e-4, (name, tensor)
-            layer[tensor] = kept

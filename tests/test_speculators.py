@@ -7,7 +7,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from drafter_kit import Greedy, StandInTarget, write_drafter
-from mlx.utils import tree_flatten, tree_unflatten
 
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.config import DrafterConfig
@@ -99,24 +98,6 @@ def test_offsets_make_target_ids_and_the_marks_must_agree(expected, tmp_path):
         load(d2t=weights["d2t"] + 90, t2d=None)
     with pytest.raises(ValueError, match=r"but d2t \[39\]"):
         load(d2t=weights["d2t"][:39])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_tensor_of_a_package_changes_what_it_feeds(case, expected):
-    drafter = load_drafter(GOLDENS / case, target(expected), dtype=mx.float32)
-
-    def outcome():
-        logits, proposal = propose(drafter, expected, 11)
-        confidence = proposal.confidence
-        return logits if confidence is None else mx.concatenate([logits, confidence[0, :, None]], axis=-1)
-
-    before = outcome()
-    for name, weight in tree_flatten(drafter.model.parameters()):
-        noise = 0.1 * mx.random.normal(weight.shape, key=mx.random.key(1))
-        drafter.model.update(tree_unflatten([(name, weight + noise)]))
-        after = outcome()
-        assert mx.where(after == before, 0, mx.abs(after - before)).max().item() > 1e-4, name
-        drafter.model.update(tree_unflatten([(name, weight)]))
 
 
 def test_sampled_tokens_of_a_reduced_vocabulary_have_a_q_over_the_targets(expected):
