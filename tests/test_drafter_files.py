@@ -117,7 +117,7 @@ def other(name: str, tensor: mx.array) -> mx.array:
         ids, last = (tensor + mx.arange(tensor.size)).tolist(), tensor.size - 1
         return mx.where(mx.arange(tensor.size) == last, min(set(range(96)) - set(ids)) - last, tensor)
     if tensor.dtype == mx.uint8 and name.endswith("_scale"):
-        return tensor + 8
+        return tensor + (mx.arange(tensor.size, dtype=mx.uint8) % 8).reshape(tensor.shape)
     if not mx.issubdtype(tensor.dtype, mx.floating):
         return tensor ^ mx.array(0x11, dtype=tensor.dtype)
     if name.endswith(("layer_scalar", "weight_scale_2")):
