@@ -29,7 +29,7 @@ from specmlx.training.run import Run, Settings
 from specmlx.training.target import next_token_loss
 
 SHARE = 0.1
-PROMPTS = 40
+PROMPTS = 30
 
 
 def questions(seed: str) -> Iterator[tuple[str, str]]:
@@ -83,8 +83,8 @@ def tau(model: Model, tokenizer, drafter, rows: list[Row]) -> float:
 
 @click.command()
 @click.option("--kind", type=click.Choice(KINDS), default="dspark", show_default=True)
-@click.option("--tune-steps", default=200, show_default=True, help="LoRA steps of the target.")
-@click.option("--steps", default=400, show_default=True, help="Of the drafter that is trained from nothing.")
+@click.option("--tune-steps", default=150, show_default=True, help="LoRA steps of the target.")
+@click.option("--steps", default=300, show_default=True, help="Of the drafter that is trained from nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(kind: str, tune_steps: int, steps: int, as_json: bool) -> None:
     """Print τ on a fine-tune's new kind of question: the demo's drafter, one from nothing, and one with --init."""
@@ -96,7 +96,7 @@ def main(kind: str, tune_steps: int, steps: int, as_json: bool) -> None:
         mx.save_safetensors(str(demo / "model.safetensors"), dict(tree_flatten(model.parameters())))
         model, tokenizer = load(str(demo), draft_model=None)
         asked = questions("drafter")
-        pairs = dict(next(asked) for _ in range(2000))
+        pairs = dict(next(asked) for _ in range(800))
         rows = [Row(({"role": "user", "content": question},)) for question in pairs]
         kept = [row for row in rows if row.held_out][:PROMPTS]
         found = {"demo's drafter": tau(model, tokenizer, load_drafter(str(demo / kind), model), kept)}

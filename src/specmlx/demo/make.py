@@ -36,7 +36,7 @@ REVISIONS = (
     ((*KINDS, *5 * ("calendar", "letters")), 500),
     ((*KINDS, *9 * ("calendar",), *5 * ("letters",), *2 * ("sum",)), 700),
 )
-DRAFTER_STEPS = {"dflash": 1200, "dflash2": 400, "dspark": 1200, "mtp": 1000}
+DRAFTER_STEPS = {"dflash": 1900, "dflash2": 500, "dspark": 1900, "mtp": 1000}
 MTP_FIRST_STEPS = 600
 # What the drafters learn the target's own answers to.
 QUESTIONS = 8000
