@@ -165,6 +165,10 @@ def test_where_no_race_can_be_held_mlx_serves_and_nothing_is_kept(file):
     with pytest.warns(UserWarning, match="not checked before are not used: .* can't be started") as warned:
         assert [str(choosing.choose(fake_operators.quick, {**KEY, "N": n})) for n in (8, 16)] == [STOCK] * 2
     assert len(warned) == len(tries) == 1 and not file.exists()
+    known = Outcome({32: {"quick": 1.0, STOCK: 2.0}})
+    chooser(file, race=lambda *_: known).choose(fake_operators.quick, KEY)
+    with pytest.warns(UserWarning, match="can't be started"):
+        assert str(chooser(file, race=none).race_again(fake_operators.quick, KEY)) == "quick"
     with pytest.raises(NoRace, match="No module named 'nowhere'"):
         race(replaced_address("nowhere:quick"), KEY)
     for executable, frozen in (

@@ -331,3 +331,14 @@ def test_draws_leave_processors_and_others_samplers_to_draft():
     assert Policy(make_sampler(temp=0.7), bias).at(3).draws(1, 2, 40) is None
     assert Policy(lambda logprobs: mx.argmax(logprobs, axis=-1)).at(3).draws(1, 2, 40).noise is None
     assert Policy().at(3).draws(1, 2, 40).q(mx.zeros((1, 2, 40))) is None
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.6, 0.95])
+@pytest.mark.parametrize("top_k", [1, 9, 32])
+def test_a_draft_among_the_best_has_the_filters_of_the_whole_vocabulary(top_k, top_p):
+    policy = Policy(make_sampler(temp=0.7, top_p=top_p, min_p=0.01, top_k=top_k))
+    logits = 2 * mx.random.normal((2, 5, 300), key=mx.random.key(top_k))
+    tokens, q = policy.at(mx.array([4, 9])).draft(logits, 0)
+    want = mx.exp(policy.log_probs(normalise(logits), mx.zeros((2, 5), dtype=mx.int32)))
+    assert mx.allclose(q, want, atol=1e-6).item()
+    assert mx.all(mx.take_along_axis(q, tokens[..., None], axis=-1) > 0).item()

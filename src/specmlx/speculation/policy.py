@@ -20,11 +20,15 @@ import mlx.core as mx
 
 from specmlx.drafters.proposal import Draws, among
 from specmlx.kernels.choice.serving import Serve, kernel_factory
+from specmlx.kernels.draft_head import top_k
 from specmlx.speculation import foreign
 from specmlx.speculation.accept import Outcome, accept_best, accept_rejection
 from specmlx.speculation.noise import Noise
 from specmlx.speculation.processors import Processor, Tokens
 from specmlx.speculation.sampling import Sampler
+
+# Candidates that one pass over the logits finds (see kernels/draft_head).
+FEW = 32
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
@@ -103,12 +107,12 @@ class Policy:
         return self.sampler.log_probs(logprobs, coin)
 
     def log_probs_among(self, logprobs: mx.array, indices: mx.array) -> mx.array:
-        """The same where all but K tokens have the log-probability -inf, [B, T, K] -> [B, T, K] float32."""
+        """The same for the K most probable tokens, the only ones that are kept: [B, T, K] -> [B, T, K] float32."""
         K, sampler = logprobs.shape[-1], self.sampler
         # Filters that keep so many tokens keep all of them.
         top_k, least = sampler.top_k if sampler.top_k < K else 0, min(sampler.min_tokens_to_keep, K)
         coin = self.noise.uniform("xtc", indices) if sampler.xtc_probability > 0 else None
-        return replace(sampler, top_k=top_k, min_tokens_to_keep=least).log_probs(logprobs, coin)
+        return replace(sampler, top_k=top_k, min_tokens_to_keep=least).log_probs(logprobs, coin, total=1.0)
 
     def draw(self, logprobs: mx.array, indices: mx.array) -> mx.array:
         """The target's own tokens by the greedy or the coupled rule, [B, T, V] -> [B, T] int32."""
@@ -148,6 +152,11 @@ class RoundPolicy:
                 logits = processor.rows(self.history, logits, None)
         if policy.rule in ("greedy", "sampler-match"):
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
+        if self._few(logits.shape[-1]):
+            # Of all others the filters leave nothing: they needn't be sorted.
+            scores, ids = top_k(logits, policy.sampler.top_k, policy.serve)
+            total = mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
+            return self._draw_among(scores - total, ids, slot, logits.shape[-1])
         indices = self._indices(slot, logits.shape)
         logprobs = normalise(logits)
         if policy.rule == "coupled":
@@ -155,6 +164,11 @@ class RoundPolicy:
         log_q = policy.log_probs(logprobs, indices)
         noise = policy.noise.gumbel("draft", indices, logits.shape[-1])
         return mx.argmax(log_q + noise, axis=-1).astype(mx.int32), mx.exp(log_q)
+
+    def _few(self, vocab: int) -> bool:
+        """Whether a draft is drawn among so few of its largest logits that they are found in one pass."""
+        sampler = self.policy.sampler
+        return 0 < sampler.top_k <= min(FEW, vocab - 1) and sampler.xtc_probability == 0
 
     def draws(self, lanes: int, slots: int, vocab: int) -> Draws | None:
         """See `Drawing.draws`: greedy, and sampling by temperature alone."""
@@ -172,16 +186,18 @@ class RoundPolicy:
         policy = self.policy
         if policy.processors or (policy.rule != "sampler-match" and policy.sampler.xtc_special_tokens):
             return self.draft(among(scores, ids, vocab), slot)
-        q = None
-        if policy.rule not in ("greedy", "sampler-match"):
-            indices = self._indices(slot, scores.shape)
-            scores = policy.log_probs_among(normalise(scores), indices)
-            coupled = policy.rule == "coupled"
-            q = None if coupled else among(mx.exp(scores), ids, vocab, 0.0)
-            noise = policy.noise.gumbel("token" if coupled else "draft", indices, vocab)
-            scores = scores + mx.take_along_axis(noise, ids, axis=-1)
-        best = mx.argmax(scores, axis=-1, keepdims=True)
-        return mx.take_along_axis(ids, best, axis=-1)[..., 0].astype(mx.int32), q
+        if policy.rule in ("greedy", "sampler-match"):
+            best = mx.argmax(scores, axis=-1, keepdims=True)
+            return mx.take_along_axis(ids, best, axis=-1)[..., 0].astype(mx.int32), None
+        return self._draw_among(normalise(scores), ids, slot, vocab)
+
+    def _draw_among(self, logprobs: mx.array, ids: mx.array, slot: int, vocab: int) -> tuple[mx.array, mx.array | None]:
+        policy, indices = self.policy, self._indices(slot, logprobs.shape)
+        log_q = policy.log_probs_among(logprobs, indices)
+        noise = policy.noise.gumbel("token" if policy.rule == "coupled" else "draft", indices, vocab)
+        best = mx.argmax(log_q + mx.take_along_axis(noise, ids, axis=-1), axis=-1, keepdims=True)
+        tokens = mx.take_along_axis(ids, best, axis=-1)[..., 0].astype(mx.int32)
+        return tokens, None if policy.rule == "coupled" else among(mx.exp(log_q), ids, vocab, 0.0)
 
     def accept(
         self, tokens: mx.array, q: mx.array | None, logits: mx.array, history: Tokens | None = None

@@ -14,13 +14,16 @@ import mlx.core as mx
 _LARGEST_SCALE = 1e30
 
 
-def apply_top_p(logprobs: mx.array, top_p: float) -> mx.array:
-    """Keep the most probable tokens until their mass reaches top_p, [..., V] (mlx_lm.sample_utils)."""
+def apply_top_p(logprobs: mx.array, top_p: float, total: float | None = None) -> mx.array:
+    """Keep the most probable tokens until their mass reaches top_p, [..., V] (mlx_lm.sample_utils).
+
+    total: the mass of all tokens, where these are the most probable of more.
+    """
     ordered = mx.sort(logprobs, axis=-1)
     probs = mx.exp(ordered.astype(mx.float32))
     above = mx.cumsum(probs, axis=-1, reverse=True, inclusive=False)
-    total = above[..., :1] + probs[..., :1]
-    dropped = (above >= top_p * total).sum(axis=-1, keepdims=True)
+    mass = above[..., :1] + probs[..., :1] if total is None else total
+    dropped = (above >= top_p * mass).sum(axis=-1, keepdims=True)
     threshold = mx.take_along_axis(ordered, dropped, axis=-1)
     return mx.where(logprobs < threshold, -float("inf"), logprobs)
 
@@ -101,24 +104,25 @@ class Sampler:
         coin = mx.random.uniform(0, 1) if self.xtc_probability > 0 else None
         return mx.random.categorical(self._filter(logprobs, coin) * (1.0 / self.temp))
 
-    def log_probs(self, logprobs: mx.array, xtc_coin: mx.array | None = None) -> mx.array:
+    def log_probs(self, logprobs: mx.array, xtc_coin: mx.array | None = None, total: float | None = None) -> mx.array:
         """The normalised log-distribution that is sampled from, [..., V] -> [..., V] float32.
 
         Args:
             logprobs: logits - logsumexp(logits), in the model's dtype.
             xtc_coin: uniform in [0, 1), [...]; needed where xtc_probability > 0 (ValueError).
+            total: see `apply_top_p`.
         """
         if self.greedy:
             top = mx.argmax(logprobs, axis=-1, keepdims=True)
             return mx.where(mx.arange(logprobs.shape[-1]) == top, 0.0, -float("inf"))
-        kept = self._filter(logprobs, xtc_coin).astype(mx.float32)
+        kept = self._filter(logprobs, xtc_coin, total).astype(mx.float32)
         # From the top: at a low temperature, log-probabilities of -2 would leave no digits to normalise.
         scaled = (kept - kept.max(axis=-1, keepdims=True)) * self.scale
         return scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
 
-    def _filter(self, logprobs, xtc_coin):
+    def _filter(self, logprobs, xtc_coin, total=None):
         if 0 < self.top_p < 1:
-            logprobs = apply_top_p(logprobs, self.top_p)
+            logprobs = apply_top_p(logprobs, self.top_p, total)
         if self.min_p > 0:
             logprobs = apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:

@@ -130,8 +130,13 @@ class Chooser:
         return outcome
 
     def race_again(self, operator: Operator, key: Key) -> Choice:
-        """Forget what is known of a shape and race it."""
+        """Race a shape that is known already; what is known stays where no race can be held."""
         name = entry_name(operator, key)
-        self.table.entries.pop(name, None)
+        known = self.table.entries.pop(name, None)
         self.choices.pop(name, None)
+        choice = self.choose(operator, key)
+        if known is None or name in self.table.entries:
+            return choice
+        self.table.entries[name] = known
+        del self.choices[name]
         return self.choose(operator, key)
