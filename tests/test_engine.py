@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import pytest
@@ -95,6 +96,11 @@ def test_log_probabilities_can_be_read_in_any_thread(model, tokenizer):
     with Engine(model, tokenizer) as engine:
         requests = [engine.submit(prompt, 5) for prompt in PROMPTS]
         assert [r.logprobs.tolist() for r in requests[0]] == want
+    drafting = dict(draft_model=load_drafter("ngram", model), num_draft_tokens=2)
+    for options in ({}, drafting):
+        with ThreadPoolExecutor(1) as pool:
+            given = pool.submit(lambda: list(stream_generate(model, tokenizer, PROMPTS[0], 5, **options))).result()  # noqa: B023
+        assert [r.logprobs.tolist() for r in given] == want
 
 
 def test_a_short_request_is_not_kept_waiting_by_long_ones(model, tokenizer):

@@ -121,11 +121,6 @@ class Engine:
         """
         mailbox = Mailbox()
 
-        def emit(response: GenerationResponse) -> None:
-            # A row of the round's, which is lazy: only this thread can evaluate it.
-            mx.async_eval(response.logprobs)
-            mailbox.put(response)
-
         job = self._jobs.new(
             prompt,
             max_tokens,
@@ -133,7 +128,7 @@ class Engine:
             stop=stop,
             sampler=sampler,
             logits_processors=logits_processors,
-            emit=emit,
+            emit=mailbox.put,
             done=mailbox.end,
         )
         with self._changed:

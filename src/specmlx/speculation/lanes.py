@@ -177,7 +177,7 @@ class Lanes:
         if reason:
             lane.stats.mode = "speculative" if lane.stats.proposed else "plain"
 
-    def _deliver(self, lane: Lane, read: Delivery, logprobs: mx.array) -> tuple[int, bool]:
+    def _deliver(self, lane: Lane, read: Delivery, logprobs: list[mx.array]) -> tuple[int, bool]:
         """Give a lane its tokens: how many rows enter its state, and whether it is over."""
         conversation, n = lane.conversation, 0
         try:

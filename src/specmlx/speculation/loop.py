@@ -132,7 +132,7 @@ def generate_tokens(
             history.append(token)
             stats.deliver(from_draft=n < accepted)
             finish = finish_reason(token, stop_tokens, stats.generation_tokens, max_tokens)
-            leaving = Token(token, round.logprobs[0, n], n < accepted, finish)
+            leaving = Token(token, round.logprobs[0][n], n < accepted, finish)
             stats.decode_seconds += time.perf_counter() - clock
             # Last of all, so that an interrupt leaves as little as can be in the conversation that nobody was given.
             conversation.unobserved = round.observable if drafter else None

@@ -48,7 +48,7 @@ class Round:
     """A proposal and what the target says to it, on the device.
 
     proposal: of γ tokens. verified: the pass over its T = γ + 1 rows. outcome: what is kept.
-    observable: the rows and their taps. logprobs: `[B, T, V]`.
+    observable: the rows and their taps. logprobs: by lane, its T rows `[V]`, which any thread may read: evaluated.
     report: `[B, 2 + γ + T]` int32, all that the host reads: accepted, next anchor, the proposal, which rows are bad.
     """
 
@@ -56,7 +56,7 @@ class Round:
     verified: Pass
     outcome: Outcome
     observable: Observable
-    logprobs: mx.array
+    logprobs: list[list[mx.array]]
     report: mx.array
 
     @property
@@ -136,9 +136,10 @@ def check(
     heads = (outcome.accepted[:, None], outcome.next_anchor[:, None])
     report = mx.concatenate([*heads, proposal.tokens, bad.astype(mx.int32)], axis=1)
     observable = Observable(rows, verified.features)
-    outputs = [report, outcome.accepted, outcome.next_anchor, logprobs, *evaluated]
+    scores = [list(lane) for lane in logprobs]
+    outputs = [report, outcome.accepted, outcome.next_anchor, scores, *evaluated]
     verified = (states if owner is None else owner).dispatch(verified, *outputs)
-    return Round(proposal, verified, outcome, observable, logprobs, report)
+    return Round(proposal, verified, outcome, observable, scores, report)
 
 
 def _extended(history: list[int], after: Round) -> mx.array:
