@@ -100,6 +100,7 @@ def test_a_targets_own_mtp_head_goes_into_draft(tmp_path):
 def test_a_gguf_file_becomes_a_directory_of_mlx_lm(tmp_path):
     expected = mx.load(str(GOLDENS / "gguf" / "model.safetensors"))
     shutil.copy(GOLDENS / "gguf" / "model.gguf", tmp_path)
+    small_tokenizer(tmp_path)
     out = convert(str(tmp_path / "model.gguf"), tmp_path / "out")
     theirs, _ = load_model(out)
     ids = expected["tokens"].tolist()

@@ -1,18 +1,22 @@
 """GGUF targets: every block format's values to the last bit, llama.cpp's order of heads, what can't be read."""
 
+import json
 import shutil
 import struct
 from pathlib import Path
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
 from rig import small_tokenizer
 
 import specmlx
+from specmlx.conversion import convert
 from specmlx.formats.gguf import TYPES, read_gguf
 from specmlx.formats.gguf_blocks import BITS, DENSE, to_mlx
 from specmlx.targets.checkpoint import load_target
+from specmlx.targets.gguf_tokenizer import write_tokenizer
 
 GOLDENS = Path(__file__).parent / "goldens" / "gguf"
 SIZES = {kind: size for kind, _, size in TYPES.values()}
@@ -66,9 +70,52 @@ def test_a_packed_tensor_is_that_of_mlxs_own_reader_where_it_has_one(kind, tmp_p
         assert mx.array_equal(value, theirs[f"t.{key}"].astype(value.dtype)).item(), key
 
 
+def test_a_files_own_tokenizer_gives_the_ids_of_transformers(tmp_path):
+    shutil.copy(GOLDENS / "tokenized.gguf", tmp_path)
+    for name in (tmp_path, tmp_path / "tokenized.gguf"):
+        model, tokenizer = specmlx.load(str(name))
+        for text in json.loads((GOLDENS / "tokenized.json").read_text()):
+            assert tokenizer.encode(text["text"], add_special_tokens=False) == text["ids"]
+            assert tokenizer.decode(text["ids"]) == text["decoded"]
+    (end,) = tokenizer.eos_token_ids
+    assert tokenizer.decode([end]) == "<|im_end|>"
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    assert chat == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant"
+    streamed = [r.text for r in specmlx.stream_generate(model, tokenizer, "Hello", 8)]
+    assert len(streamed) >= 1
+    converted = convert(str(tmp_path / "tokenized.gguf"), tmp_path / "out")
+    assert mlx_lm.load(str(converted))[1].encode("Hello fox") == tokenizer.encode("Hello fox")
+
+
+TOKENIZER = read_gguf(GOLDENS / "tokenized.gguf").metadata
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"model": "llama"}, "is a 'llama' of kind 'qwen35', not a 'gpt2'"),
+        ({"pre": "llama-bpe"}, "of kind 'llama-bpe'"),
+        ({"pre": ["qwen35"]}, "of kind"),
+        ({"tokens": None}, "it has no tokenizer.ggml.tokens"),
+        ({"tokens": [1, 2]}, "it has no tokenizer.ggml.tokens"),
+        ({"tokens": ["a", "a"]}, "has a token twice"),
+        ({"merges": ["a"]}, "tokenizer.ggml.merges has 'a', not two parts"),
+        ({"token_type": [1]}, "tokenizer.ggml.token_type says not"),
+        ({"add_bos_token": True}, "add_bos_token is set"),
+    ],
+)
+def test_a_tokenizer_that_can_not_be_one_of_qwens_is_refused_in_one_line(changes, word, tmp_path):
+    with pytest.raises(ValueError) as error:
+        write_tokenizer(TOKENIZER | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}, tmp_path)
+    assert word in str(error.value) and "\n" not in str(error.value) and not list(tmp_path.iterdir())
+
+
 def test_a_directory_with_a_tokenizer_generates_and_one_without_says_so(tmp_path):
     shutil.copy(GOLDENS / "model.gguf", tmp_path)
-    with pytest.raises(ValueError, match="has no tokenizer"):
+    with pytest.raises(ValueError, match="model.gguf has no tokenizer that can be used .*: put the model's"):
+        specmlx.load(str(tmp_path / "model.gguf"))
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(ValueError, match="can't load the tokenizer of "):
         specmlx.load(str(tmp_path / "model.gguf"))
     small_tokenizer(tmp_path)
     for name in (tmp_path, tmp_path / "model.gguf"):

@@ -21,6 +21,7 @@ from specmlx.places import MTP, NGRAM, resolve
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import LINEAR, QWEN3_NEXT
+from specmlx.targets.gguf_tokenizer import tokenizer_files
 from specmlx.targets.hybrid import Model
 
 SHARD = 5 << 30
@@ -76,9 +77,13 @@ def convert(
         _write_weights(partial, module, config, progress)
         _write_json(partial / "config.json", config)
         folder = source if source.is_dir() else source.parent
-        for pattern in (*TOKENIZER, *OTHERS):
+        for pattern in OTHERS:
             for file in folder.glob(pattern):
                 shutil.copyfile(file, partial / file.name)
+        with tokenizer_files(source) as own:
+            for pattern in TOKENIZER:
+                for file in own.glob(pattern):
+                    shutil.copyfile(file, partial / file.name)
         if drafter:
             _write_drafter(partial / "draft", *drafter)
         _sync(partial)

@@ -33,9 +33,8 @@ from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import check_target
+from specmlx.targets.gguf_tokenizer import tokenizer_files
 from specmlx.targets.hybrid import Model
-
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
 
 
 def load(
@@ -61,7 +60,7 @@ def load(
     """Load a target and its tokenizer as mlx_lm.load does, and keep a drafter as `model.draft_model`.
 
     Args:
-        path_or_hf_repo: a directory, a Hub id, a .gguf file beside its tokenizer, or "demo" (the embedded pair).
+        path_or_hf_repo: a directory, a Hub id, a .gguf file, or "demo" (the embedded pair).
         draft_model: "auto" (what the target's config names, else its folder draft/, else one in the local Hub cache
             that was published for it or fits, else its own MTP head, else prompt lookup; nothing is downloaded), None,
             a path or Hub id, or a drafter.
@@ -102,15 +101,15 @@ def load(
             group=group,
         )
         here["model"] = json.dumps(config, sort_keys=True, default=str)
+        tokenizer_config = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
+        with tokenizer_files(path) as files:
+            try:
+                tokenizer = load_tokenizer(files, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+            # tokenizers raises a bare Exception.
+            except Exception as error:
+                raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
         # A GGUF file is one of a directory.
         path = path if path.is_dir() else path.parent
-        if not any((path / name).is_file() for name in _TOKENIZERS):
-            raise ValueError(f"{path} has no tokenizer ({', '.join(_TOKENIZERS)}): the download may be incomplete")
-        tokenizer_config = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
-        try:
-            tokenizer = load_tokenizer(path, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
         _attach(model, name, path, draft_model, dtype, settings)
         choose_kernels(model, consistent)
     return (model, tokenizer, config) if return_config else (model, tokenizer)

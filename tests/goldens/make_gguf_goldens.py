@@ -10,8 +10,11 @@ what gguf-py makes of them, float32 [4, 256]. `model.gguf` and `experts.gguf` ar
 converter lays them out (names by gguf's own table; value heads in turns, one of each key head; A as -exp(A_log); norms
 with their 1 added; experts by projection), their tensors quantized by gguf-py in five types; `model.safetensors` and
 `experts.safetensors` have tokens [N] and the logits [N, V] of transformers on the values that gguf-py reads back.
+`tokenized.gguf` has a tokenizer too, in the file only; `tokenized.json` has texts with the ids that transformers' own
+tokenizer of Qwen3.5 gives them.
 """
 
+import json
 from pathlib import Path
 
 import gguf
@@ -19,7 +22,14 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.numpy import save_file
-from transformers import Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig, Qwen3_5TextConfig
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3_5Tokenizer,
+)
 
 HERE = Path(__file__).parent / "gguf"
 TYPES = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
@@ -86,12 +96,13 @@ def random_blocks() -> dict[str, np.ndarray]:
     return found
 
 
-def random_model(experts: bool) -> torch.nn.Module:
+def random_model(experts: bool, vocab_size: int) -> torch.nn.Module:
     torch.manual_seed(0)
+    config = CONFIG | {"vocab_size": vocab_size}
     if experts:
-        model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**CONFIG, **EXPERTS)).float().eval()
+        model = Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**config, **EXPERTS)).float().eval()
     else:
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**CONFIG)).float().eval()
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**config)).float().eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.ndim in (2, 3) and "conv1d" not in name:
@@ -144,8 +155,57 @@ def separate(name: str, x: np.ndarray) -> dict[str, np.ndarray]:
     return {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
 
 
-def write_model(title: str, experts: bool) -> None:
-    model = random_model(experts)
+TEXTS = [
+    "The quick brown fox doesn't jump over 1234 lazy dogs; they'LL see.",
+    "  two  spaces\n\n\tand a tab, then a line end\r\n",
+    "Stra\u00dfe, caf\u00e9 and cafe\u0301, \u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35",
+    "\u4f60\u597d\uff0c\u4e16\u754c! \U0001f389",
+    "<|im_start|>user\nHello<|im_end|>\n<think>\nwell</think> then",
+    "def f(x):\n    return x**2  # it's squared",
+]
+SPECIALS = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4, "</think>": 4}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+
+
+def trained_tokenizer() -> Qwen3_5Tokenizer:
+    """Qwen3.5's own class on merges that were learnt from the texts and this file."""
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=360, initial_alphabet=alphabet, show_progress=False)
+    plain.train_from_iterator([*TEXTS, Path(__file__).read_text()], trainer)
+    learnt = json.loads(plain.to_str())["model"]
+    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in learnt["merges"]]
+    tokenizer = Qwen3_5Tokenizer(vocab=learnt["vocab"], merges=merges)
+    special = [token for token, kind in SPECIALS.items() if kind == 3]
+    tokenizer.add_tokens([token for token in SPECIALS if token not in special])
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    return tokenizer
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Qwen3_5Tokenizer) -> None:
+    vocabulary = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen35")
+    writer.add_token_list(tokens)
+    writer.add_token_types([SPECIALS.get(token, 1) for token in tokens])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
+    writer.add_eos_token_id(vocabulary["<|im_end|>"])
+    writer.add_pad_token_id(vocabulary["<|endoftext|>"])
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in TEXTS]
+    found = [{"text": text, "ids": i, "decoded": tokenizer.decode(i)} for text, i in zip(TEXTS, ids, strict=True)]
+    (HERE / "tokenized.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def write_model(title: str, experts: bool, tokenizer: Qwen3_5Tokenizer | None = None) -> None:
+    vocab_size = CONFIG["vocab_size"] if tokenizer is None else len(tokenizer)
+    model = random_model(experts, vocab_size)
     arch = gguf.MODEL_ARCH.QWEN35MOE if experts else gguf.MODEL_ARCH.QWEN35
     writer = gguf.GGUFWriter(HERE / f"{title}.gguf", gguf.MODEL_ARCH_NAMES[arch])
     writer.add_block_count(CONFIG["num_hidden_layers"])
@@ -171,6 +231,8 @@ def write_model(title: str, experts: bool) -> None:
     writer.add_ssm_time_step_rank(HV)
     writer.add_ssm_inner_size(HV * DV)
     writer.add_full_attention_interval(2)
+    if tokenizer is not None:
+        add_tokenizer(writer, tokenizer)
     state = {}
     for whole, p in model.state_dict().items():
         read = []
@@ -185,6 +247,8 @@ def write_model(title: str, experts: bool) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    if tokenizer is not None:
+        return
     for name, p in model.state_dict().items():
         if not name.endswith(("A_log", "dt_bias", "conv1d.weight", "norm.weight")):
             p.copy_(torch.tensor(np.ascontiguousarray(undone(name, state[name]))).reshape(p.shape))
@@ -209,3 +273,4 @@ if __name__ == "__main__":
     save_file(random_blocks(), HERE / "blocks.safetensors")
     write_model("model", experts=False)
     write_model("experts", experts=True)
+    write_model("tokenized", experts=False, tokenizer=trained_tokenizer())
