@@ -92,10 +92,10 @@ template <int MODE, int BITS> METAL_FUNC float2 decode(uint2 octet, int p) {
   return float2(float(weights.x), float(weights.y));
 }
 
-// A group's scale byte (E4M3 or E8M0) times decode's unit.
+// A group's scale byte: E8M0 times decode's unit, E4M3 as the half number of the same bits, 2^-8 of it.
 template <int MODE> METAL_FUNC float scale_of_byte(uint byte) {
   if constexpr (MODE == NVFP4) {
-    return float(as_type<half>(ushort((byte & 127) << 7 | (byte & 128) << 8))) * (256.0f * decoded_unit<MODE>());
+    return float(as_type<half>(ushort((byte & 127) << 7 | (byte & 128) << 8)));
   }
   // 2^(e - 127): a bfloat16 of the same exponent; e = 0 would be denormal in 32 bits, so the unit enters the exponent.
   constexpr uint unit = MODE == MXFP4 ? 14 : 8;
@@ -135,5 +135,7 @@ template <int BITS, typename P> METAL_FUNC uint2 load_octet(P w, uint row, uint 
   }
 }
 
-// FP8 has no scale that decode's unit could enter: the sums take it.
-template <int MODE> constexpr float decoded_rest() { return MODE == FP8 ? decoded_unit<MODE>() : 1.0f; }
+// Powers of two that would cost a multiplication a group or, as FP8 has no scales, a weight: the sums take them.
+template <int MODE> constexpr float decoded_rest() {
+  return MODE == NVFP4 ? 256.0f * decoded_unit<MODE>() : MODE == FP8 ? decoded_unit<MODE>() : 1.0f;
+}

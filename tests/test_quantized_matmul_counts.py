@@ -1,0 +1,65 @@
+"""What the quantized_matmul kernels load and compute, counted by the simulator: bounds, and the README's figures."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msl import Simulator
+from quantized_kit import FORMATS, inputs, weights
+
+from specmlx.kernels import quantized_matmul as kernels
+
+BOUNDED = [name for name in FORMATS if name.startswith(("affine4", "affine8", "nv", "mx"))]
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_weights_and_scales_are_read_once_in_whole_lines(name):
+    sim = Simulator()
+    N, K = 256, 2048
+    packed, format = weights(name, (N, K))
+    for M in (1, 5, 8, 16, 24):
+        kernels.quantized_matmul(inputs(M, K), *packed, **format, kernel=sim.metal_kernel)
+        traffic = sim.last.buffers
+        for key in ("w", "scales", *["biases"] * (packed[2] is not None)):
+            assert traffic[key].reads == (1 if M <= 16 else 2) and traffic[key].line_use == 1, key
+        packed_bytes = sum(a.nbytes for a in packed if a is not None)
+        if M in (8, 16):
+            assert traffic["ordered_x"].simd_bytes <= M // 8 * packed_bytes
+            assert sim.last.multiply_adds <= 1.15 * M * N * K
+
+
+def counted(form, name, M):
+    """A row of the README's table: a launch of N 64, K 5120 as the simulator counts it."""
+    sim = Simulator()
+    N, K = 64, 5120
+    packed, format = weights(name, (N, K))
+    kernels.quantized_matmul(inputs(M, K), *packed, **format, kernel=sim.metal_kernel, variant=form)
+    report, traffic = sim.last, sim.last.buffers
+    x = traffic["x" if form == "V" else "ordered_x"]
+    packed_bytes = sum(a.nbytes for a in packed if a is not None)
+    return [
+        traffic["w"].reads,
+        traffic["w"].line_use,
+        traffic["scales"].reads,
+        traffic["scales"].line_use,
+        x.simd_bytes / packed_bytes,
+        x.line_use,
+        report.multiply_adds / (M * N * K),
+        report.flops / (N * K),
+        report.instructions / (N * K),
+        report.conversions / (N * K),
+    ]
+
+
+def readme_rows():
+    text = Path(kernels.__file__).with_name("README.md").read_text()
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [row for row in cells if row[0] in ("A", "AX", "B", "V") and row[1] in FORMATS]
+
+
+@pytest.mark.parametrize("row", readme_rows(), ids=lambda row: "-".join(row[:3]))
+def test_the_readmes_figures_are_what_the_simulator_counts(row):
+    form, name, M, *figures = row
+    counts = np.array(counted(form, name, int(M)))
+    # The last three depend a little on the simulator's compiler.
+    assert np.all(np.abs(counts - np.array(figures, float)) <= [0.006] * 6 + [0.01] + [0.3] * 3)
