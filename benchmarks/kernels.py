@@ -12,16 +12,18 @@ import click
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-COLUMNS = "weight_reads line_use multiply_adds instructions x_bytes scale_reads partial_bytes threadgroups".split()
+COLUMNS = """weight_reads line_use multiply_adds instructions x_bytes x_line_use scale_reads scale_line_use
+    partial_bytes threadgroups loads_in_flight""".split()
 
 
 @click.command()
 @click.option("--simulate", is_flag=True, help="Count traffic on the simulator (Linux on x86-64).")
 @click.option("--json", "as_json", is_flag=True, help="Print a list of rows as JSON.")
 @click.option("--all", "everything", is_flag=True, help="With --simulate: the model's shapes, scaled down, too.")
-def main(simulate: bool, as_json: bool, everything: bool) -> None:
+@click.option("--shape", metavar="NxK", help="With --simulate: this shape alone, such as 17408x5120 (minutes).")
+def main(simulate: bool, as_json: bool, everything: bool, shape: str | None) -> None:
     """Time of the kernels on a Metal device, or their traffic on the simulator."""
-    rows = simulated(everything, progress=not as_json) if simulate else measured(progress=not as_json)
+    rows = simulated(everything, shape, progress=not as_json) if simulate else measured(progress=not as_json)
     if as_json:
         click.echo(json.dumps(rows))
 
@@ -45,15 +47,17 @@ def measured(progress: bool) -> list[dict]:
     return rows
 
 
-def simulated(everything: bool, progress: bool) -> list[dict]:
+def simulated(everything: bool, shape: str | None, progress: bool) -> list[dict]:
     import kernel_traffic as traffic
 
-    plain = {"": traffic.PLAIN}
-    sources = [traffic.products(tuple(range(1, 17)), ("A",), plain, with_stock=True)]
-    sources += [traffic.products((1, 4, 5, 8, 16), ("AX", "B", "V"), plain, with_stock=False)]
-    if everything:
-        sources += [traffic.products((1, 8, 16), ("A",), traffic.SHAPES, with_stock=True)]
-    sources += [traffic.others()]
+    some = {M: traffic.FORMS for M in (1, 4, 5, 8, 16)}
+    if shape:
+        sources = [traffic.products({M: traffic.FORMS for M in (1, 8, 16)}, {"": numbers(shape)})]
+    else:
+        sources = [traffic.products({M: some.get(M, ("A",)) for M in range(1, 17)}, {"": traffic.PLAIN})]
+        sources += [traffic.products(some, {"long rows": traffic.LONG})]
+        sources += [traffic.products({M: ("A",) for M in (1, 8, 16)}, traffic.SHAPES)] if everything else []
+        sources += [traffic.others()]
     rows, broken = [], []
     for source in sources:
         for row in source:
@@ -63,16 +67,23 @@ def simulated(everything: bool, progress: bool) -> list[dict]:
                 click.echo(in_one_line(row))
     if progress:
         for row in rows:
-            if row.get("M") in (1, 4, 8, 16) and not row["shape"]:
-                for each in [row, {**row, **row["stock"]}] if row["stock"] else [row]:
-                    chips = (f"{c} {bus:.0f}, {alus:.0f}" for c, (bus, alus) in traffic.ceilings(each).items())
-                    kernel = f"{each['kernel']} {each['format']} M {each['M']}"
-                    click.echo(f"ceilings in 10⁹ weights a second, bus and ALUs, {kernel}: {'; '.join(chips)}")
+            if row.get("shape") == "long rows":
+                click.echo(ceilings_in_one_line(traffic.ceilings(row), row))
     for row, bound in broken:
         click.echo(f"not kept: {bound}: {in_one_line(row)}", err=True)
     if broken:
         raise SystemExit(1)
     return rows
+
+
+def numbers(shape: str) -> tuple[int, int]:
+    try:
+        N, K = map(int, shape.split("x"))
+    except ValueError:
+        N = K = 0
+    if N < 8 or N % 8 or K < 512 or K % 512:
+        raise click.BadParameter(f"{shape!r}: N a multiple of 8 and K one of 512, as stock's kernels want: 17408x5120")
+    return N, K
 
 
 def in_one_line(row: dict) -> str:
@@ -84,6 +95,12 @@ def in_one_line(row: dict) -> str:
     shape = " ".join(filter(None, [row["shape"], f"{row['N']} x {row['K']}"]))
     stock = f" [{beside['kernel']}]" if beside else ""
     return f"{row['kernel']}{stock}, {row['format']} {shape}, M {row['M']}: " + ", ".join(shown)
+
+
+def ceilings_in_one_line(ceilings: dict, row: dict) -> str:
+    chips = (f"{chip} {bus:.0f}, " + ("-" if alus is None else f"{alus:.0f}") for chip, (bus, alus) in ceilings.items())
+    what = f"{row['kernel']} {row['format']} M {row['M']}"
+    return f"ceilings in 10⁹ weights a second, bus and ALUs, {what}: {'; '.join(chips)}"
 
 
 if __name__ == "__main__":

@@ -37,10 +37,10 @@ def sample(form: str) -> Iterator[Case]:
     No large N with a large K, for time. N = 1 makes arrays so small that Metal gives them another address space, and so
     other kernels: for a few formats. Forms other than A have one dtype a format, bfloat16 and float16 by turns.
     """
-    i = FORMS.index(form)
+    first = i = FORMS.index(form)
     for f, name in enumerate(GROUPED if form == "B" else FORMATS):
         group = FORMATS[name][1] or 16
-        for dtype in DTYPES if form in "AB" else [DTYPES[(f + i) % 2]]:
+        for dtype in DTYPES if form in "AB" else [DTYPES[(f + first) % 2]]:
             for M in ROWS:
                 N = max(NS[i % len(NS)], 1 if f % 4 == 1 else 8)
                 ks = [K for K in KS if K % group == 0 and K * N <= 1024 * (192 if form == "A" else 128)]
