@@ -15,6 +15,10 @@ def served(*_, **__):
     return FACTORY
 
 
+# Every width from 0 to 16, and the longest; vocabularies of one segment and of three, a multiple of four and not.
+WIDTHS = [(0, 40), (1, 8), (7, 1001), (16, 20000), *((width, 33) for width in (*range(2, 7), *range(8, 16), 31))]
+
+
 def normal(*shape: int, seed: int = 0) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed))
 
@@ -29,7 +33,7 @@ def assert_same(got, want):
     assert [x.tolist() for x in got] == [x.tolist() for x in want]
 
 
-@pytest.mark.parametrize("width, vocab", [(0, 40), (1, 8), (7, 1001), (16, 20000)])
+@pytest.mark.parametrize("width, vocab", WIDTHS)
 @pytest.mark.parametrize("noisy", [False, True])
 def test_greedy_and_coupled_keep_what_equals_the_targets_own_tokens(width, vocab, noisy):
     B = 3
@@ -47,7 +51,7 @@ def test_greedy_and_coupled_keep_what_equals_the_targets_own_tokens(width, vocab
     assert_same(accept.match_best(tokens, scores, noise, serve=served), want)
 
 
-@pytest.mark.parametrize("width, vocab", [(0, 40), (1, 8), (7, 1001), (16, 20000)])
+@pytest.mark.parametrize("width, vocab", WIDTHS)
 @pytest.mark.parametrize("sampled", [False, True])
 def test_rejection_keeps_and_draws_as_the_rule_reads(width, vocab, sampled):
     B = 4

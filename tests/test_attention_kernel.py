@@ -82,7 +82,18 @@ CASES = [
     (3, 1, 192, 6, [40], "4/32", 24),
     (2, 1, 128, 2, [30], "int8", 16),
     (6, 1, 192, 12, [25], "bfloat16", None),
+    (2, 1, 160, 4, [66, 7], "float16", 40),
+    (3, 1, 224, 5, [61], "8/32", None),
+    (2, 2, 256, 3, [33, 90], "4/128", 65),
 ]
+
+
+def test_the_cases_have_every_head_size_with_and_without_a_window_and_lanes_of_their_own_length():
+    assert {D for _, _, D, *_ in CASES} == set(range(64, 257, 32))
+    assert {kind for *_, kind, _ in CASES} >= {"bfloat16", "float16", "int8", "8/64", "4/64"}
+    assert (
+        {bool(window) for *_, window in CASES} == {bool(len(start) > 1) for *_, start, _, _ in CASES} == {True, False}
+    )
 
 
 @pytest.mark.parametrize("Hq, Hkv, D, T, start, kind, window", CASES)
@@ -98,6 +109,33 @@ def test_rows_see_the_keys_up_to_their_own(Hq, Hkv, D, T, start, kind, window):
     np.testing.assert_allclose(np.array(got.astype(mx.float32)), want, rtol=rounding, atol=3e-6)
     mine = np.array(reference.attention(q, keys, values, mx.array(start), D**-0.5, window))
     np.testing.assert_allclose(mine, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    "Hq, D, kind, window",
+    [
+        (2, 64, "float32", None),
+        (6, 64, "bfloat16", 90),
+        (3, 96, "float16", None),
+        (4, 128, "int8", 30),
+        (2, 128, "8/64", None),
+        (2, 64, "4/32", 70),
+    ],
+)
+def test_any_number_of_rows_in_any_format_sees_the_keys_up_to_its_own_with_the_same_bits(Hq, D, kind, window):
+    """17 rows against float64, then 1 .. 16 of them from somewhere among these."""
+    T, start = 17, [58, 9]
+    dtype = getattr(mx, kind) if kind in ("bfloat16", "float16") else mx.float32
+    q = normal(2, Hq, T, D, seed=3).astype(dtype)
+    keys, values = buffer(2, 1, max(start) + T, D, kind, max(start) + T)
+    whole = run(q, keys, values, start, window)
+    rounding = {mx.float32: 0, mx.bfloat16: 2**-8, mx.float16: 2**-11}[dtype]
+    want = in_float64(q, keys, values, start, window)
+    np.testing.assert_allclose(np.array(whole.astype(mx.float32)), want, rtol=rounding, atol=3e-6)
+    for n in range(1, 17):
+        first = 5 * n % (18 - n)
+        part = run(q[:, :, first : first + n], keys, values, [s + first for s in start], window)
+        assert mx.array_equal(part, whole[:, :, first : first + n]), (n, first)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ def normal(*shape: int, seed: int = 0) -> mx.array:
     ((2, 3), 20000, 16, mx.bfloat16),
     ((1,), 1001, 1, mx.float32),
     ((5,), 33, 32, mx.float16),
+    ((2,), 8193, 31, mx.float32),
+    ((3, 1), 1024, 2, mx.float16),
     ((1, 2), 8195, 5, mx.bfloat16),
 ])  # fmt: skip
 def test_top_k_finds_the_largest_and_of_equal_ones_the_first(rows, V, k, dtype):
@@ -45,6 +47,8 @@ def test_top_k_is_right_for_values_that_fall_rise_and_are_all_equal():
     (1, 7, 1001, 64, mx.float32),
     (3, 2, 2100, 128, mx.bfloat16),
     (2, 1, 40, 256, mx.float16),
+    (4, 5, 1025, 64, mx.bfloat16),
+    (1, 3, 13, 512, mx.float32),
 ])  # fmt: skip
 @pytest.mark.parametrize("noisy", [False, True])
 def test_the_chain_takes_the_formulas_tokens(B, S, V, R, dtype, noisy):
@@ -52,7 +56,7 @@ def test_the_chain_takes_the_formulas_tokens(B, S, V, R, dtype, noisy):
     logits, w1, w2 = 4 * normal(B, S, V), normal(V, R, seed=1), 0.3 * normal(V, R, seed=2)
     logits, w1, w2 = (x.astype(dtype) for x in (logits, w1, w2))
     noise = mx.random.gumbel((B, S, V), key=mx.random.key(3)) if noisy else None
-    anchor = mx.array([5, V - 1, 0][:B], dtype=mx.int32)
+    anchor = mx.array([5, V - 1, 0, 9][:B], dtype=mx.int32)
     want, biased = reference.chain(logits, w1, w2, anchor, noise, 0.7)
     got, kept = draft_head.chain(logits, w1, w2, anchor, noise, 0.7, keep_logits=True, serve=served)
     assert got.tolist() == want.tolist()
@@ -83,6 +87,7 @@ def test_a_chain_over_some_of_the_targets_tokens_goes_by_their_ids():
     (1, 7, 16, 256, mx.bfloat16),
     (3, 3, 5, 40, mx.float32),
     (1, 1, 32, 31, mx.float16),
+    (2, 16, 1, 64, mx.bfloat16),
 ])  # fmt: skip
 @pytest.mark.parametrize("markov", [False, True])
 def test_the_walk_takes_the_formulas_tokens(B, S, K, R, dtype, markov):

@@ -102,6 +102,30 @@ def test_a_pass_and_the_fold_of_any_of_its_rows_have_the_bits_of_single_row_pass
         assert same(advance(S, poisoned(tape, count), count, *row)[0], want), n
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16])
+def test_two_passes_of_any_length_have_the_bits_of_single_rows_whatever_was_folded(dtype):
+    """Passes of T = 1 .. 17 rows, lanes that keep different numbers of them, poisoned tapes."""
+    shape, B = SHAPES[1], 2
+    all_rows, S = rows(34, shape, B, dtype), state(shape, B)
+    one, states, ys, tape, count = S, [S], [], None, 0
+    for t in range(34):
+        base, y, tape = advance(one, tape, count, *(x[:, t : t + 1] for x in all_rows))
+        count = mx.ones(B, dtype=mx.int32)
+        one = base
+        ys.append(y[:, 0])
+        states.append(fold(base, tape, 1))
+    for T in range(1, 18):
+        _, y, tape = advance(S, None, 0, *(x[:, :T] for x in all_rows))
+        assert all(same(y[:, t], ys[t]) for t in range(T)), T
+        kept = [7 * T % (T + 1), T]
+        count = mx.array(kept, dtype=mx.int32)
+        rest = [mx.stack([x[b, n : n + T] for b, n in enumerate(kept)]) for x in all_rows]
+        base, y, _ = advance(S, poisoned(tape, count), count, *rest)
+        for b, n in enumerate(kept):
+            assert same(base[b], states[n][b]), (T, n)
+            assert all(same(y[b, t], ys[n + t][b]) for t in range(T)), (T, n)
+
+
 def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations():
     model = tiny(num_hidden_layers=4)
     ids = tokens(3, 9)[0].tolist()

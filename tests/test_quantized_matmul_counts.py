@@ -61,5 +61,5 @@ def readme_rows():
 def test_the_readmes_figures_are_what_the_simulator_counts(row):
     form, name, M, *figures = row
     counts = np.array(counted(form, name, int(M)))
-    # The last three depend a little on the simulator's compiler.
-    assert np.all(np.abs(counts - np.array(figures, float)) <= [0.006] * 6 + [0.01] + [0.3] * 3)
+    # The last three depend on the simulator's compiler, integer operations the most: clang 19 and 22 differ by .6.
+    assert np.all(np.abs(counts - np.array(figures, float)) <= [0.006] * 6 + [0.01, 0.3, 0.7, 0.3])
