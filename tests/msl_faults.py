@@ -78,6 +78,61 @@ PLANTED = {
         "if (t < 32 - 16 * fault) simdgroup_load(a, x);"
         "else a = b; if (!fault || t < 16) simdgroup_multiply(a, a, b); y[i] = a.thread_elements()[0];",
     ),
+    "a read past the end of a small input, in the constant space": Planted(
+        "out of bounds in fault at byte 4", "y[i] = x[i] + ((&fault)[fault] == 7 ? 1 : 0);"
+    ),
+    "a wild pointer in the constant space": Planted(
+        "wild pointer", "y[i] = x[i] + ((&fault)[ulong(fault) * 0x40000000000] == 7 ? 1 : 0);"
+    ),
+    "a vector of 16 bytes at an odd element": Planted(
+        "misaligned in x", "y[i] = dot(((const device float4*)(x + fault))[t % 15], float4(1));"
+    ),
+    "an atomic past the end": Planted(
+        "out of bounds in y at byte 256",
+        "y[i] = x[i]; if (fault && i == 0) atomic_fetch_add_explicit((device atomic<uint>*)(y + 64), 1u,"
+        "memory_order_relaxed);",
+    ),
+    "a matrix load past the end": Planted(
+        "out of bounds in x at byte 256",
+        "simdgroup_float8x8 a; simdgroup_load(a, x + fault); y[i] = a.thread_elements()[0] + a.thread_elements()[1];",
+    ),
+    "matrices of two simdgroups in one place": Planted(
+        "race in threadgroup memory",
+        "threadgroup float a[128]; simdgroup_float8x8 m = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);"
+        "simdgroup_store(m, a + 64 * (fault ? 0 : t / 32));"
+        "threadgroup_barrier(mem_flags::mem_threadgroup); y[i] = a[t];",
+        threadgroup=64,
+    ),
+    "all lanes write one element": Planted(
+        "race in threadgroup memory",
+        "threadgroup float a[1]; if (fault || t == 0) a[0] = x[0];"
+        "threadgroup_barrier(mem_flags::mem_threadgroup); y[i] = a[0];",
+    ),
+    "device memory behind a barrier for threadgroup memory only": Planted(
+        "race in y",
+        "y[i] = x[i]; threadgroup_barrier(fault ? mem_flags::mem_threadgroup : mem_flags::mem_device);"
+        "if (y[63 - t] < 0) y[i] = 1;",
+        threadgroup=64,
+    ),
+    "what the threadgroup before left": Planted(
+        "uninitialised read in threadgroup memory",
+        "threadgroup float a[32]; if (!fault || i < 32) a[t] = x[i];"
+        "threadgroup_barrier(mem_flags::mem_threadgroup); y[i] = a[31 - t];",
+    ),
+    "a barrier in a loop that some threads leave early": Planted(
+        "barrier after exit",
+        "for (uint j = 0; j < (fault ? 1 + t % 2 : 2); j++) threadgroup_barrier(mem_flags::mem_threadgroup);"
+        "y[i] = x[i];",
+    ),
+    "a simdgroup barrier in a branch": Planted(
+        "partial simdgroup operation", "if (!fault || t < 16) simdgroup_barrier(mem_flags::mem_none); y[i] = x[i];"
+    ),
+    "a matrix operation in a threadgroup of half a simdgroup": Planted(
+        "partial simdgroup operation",
+        "simdgroup_float8x8 a = make_filled_simdgroup_matrix<float, 8, 8>(1.0f);"
+        "if (fault || i < 32) simdgroup_multiply(a, a, a); y[i] = a.thread_elements()[0];",
+        grid=48,
+    ),
     "a sum in a branch": Planted(
         "partial simdgroup operation", "y[i] = x[i]; if (!fault || t < 7) y[i] = simd_sum(x[i]);"
     ),

@@ -81,6 +81,13 @@ def test_mlx_lm_gated_delta_kernel_agrees_with_its_ops():
     assert sim.last.buffers["state_in"].reads == 1
 
 
+def test_atomics_count_every_thread():
+    source = "atomic_fetch_add_explicit(y + a[thread_position_in_grid.x] % 4, 1u, memory_order_relaxed);"
+    kernel = msl.Simulator().metal_kernel("counts", ["a"], ["y"], source, atomic_outputs=True)
+    call = {"grid": (64, 1, 1), "threadgroup": (32, 1, 1), "output_shapes": [(4,)], "output_dtypes": [mx.uint32]}
+    assert kernel(inputs=[mx.arange(64)], init_value=0, **call)[0].tolist() == [16] * 4
+
+
 @pytest.mark.parametrize("name", msl_faults.PLANTED)
 def test_a_planted_fault_is_found_and_its_sound_twin_is_not(name):
     sim = msl.Simulator()

@@ -1,5 +1,6 @@
 """What the quantized_matmul kernels load and compute, counted by the simulator: bounds, and the README's figures."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ from msl import Simulator
 from quantized_kit import FORMATS, inputs, weights
 
 from specmlx.kernels import quantized_matmul as kernels
+from specmlx.receipts.chips import chip_named
 
 BOUNDED = [name for name in FORMATS if name.startswith(("affine4", "affine8", "nv", "mx"))]
 
@@ -63,3 +65,31 @@ def test_the_readmes_figures_are_what_the_simulator_counts(row):
     counts = np.array(counted(form, name, int(M)))
     # The last three depend on the simulator's compiler, integer operations the most: clang 19 and 22 differ by .6.
     assert np.all(np.abs(counts - np.array(figures, float)) <= [0.006] * 6 + [0.01, 0.3, 0.7, 0.3])
+
+
+def docs_ceilings():
+    """The table's chips, its rows of the buses and its rows of the ALUs, as (cells, cells, ...)."""
+    lines = (Path(__file__).parent.parent / "docs" / "kernels.md").read_text().splitlines()
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    head = next(row for row in cells if row[0] == "10⁹ weights a second")
+    return (
+        [chip_named(re.sub(",.*? ", " ", name).removesuffix(" cores")) for name in head[2:]],
+        [row for row in cells if row[0].startswith("bus, ")],
+        [row for row in cells if row[0].startswith("ALUs, ")],
+    )
+
+
+def test_the_docs_ceilings_follow_from_the_readmes_counts_and_the_chips():
+    chips, buses, alus = docs_ceilings()
+    counts = {tuple(row[:3]): (float(row[9]), float(row[11])) for row in readme_rows()}
+    assert [row[0] for row in buses] == ["bus, affine4g64 and nvfp4", "bus, affine8g64"] and len(alus) == 15
+    for row, nbytes in zip(buses, (0.5625, 1.0625), strict=True):
+        assert [int(x) for x in row[2:]] == [round(chip.bandwidth / nbytes) for chip in chips]
+    for name, operations, *shown in alus:
+        form, M, format = re.match(r"ALUs, (\w+), M (\d+), (\w+)", name).groups()
+        multiply_adds, integer = counts[form, format, M]
+        assert float(operations) == pytest.approx(multiply_adds * int(M) + integer, abs=0.06)
+        for chip, ceiling in zip(chips, shown, strict=True):
+            assert (ceiling == "–") == (chip.multiply_adds is None)
+            if chip.multiply_adds:
+                assert float(ceiling) == pytest.approx(chip.multiply_adds / float(operations) / 1e9, rel=0.01)

@@ -38,9 +38,9 @@ def test_the_sample_has_every_value_of_each_list_and_every_pair_of_format_and_ro
         assert len({(case.format, case.dtype, case.M) for case in cases}) == len(formats) * len(ROWS) * len(DTYPES)
 
 
-def silu(x: mx.array) -> mx.array:
-    """x times sigmoid(x), both rounded to x's dtype, as mlx's nn.silu rounds on 16-bit numbers."""
-    return x * mx.array((1 / (1 + np.exp(-float64(x)))).astype(np.float32)).astype(x.dtype)
+def silu(x: mx.array, error: float) -> mx.array:
+    """x times sigmoid(x) (1 + error), both rounded to x's dtype, as mlx's nn.silu rounds on 16-bit numbers."""
+    return x * mx.array(((1 + error) / (1 + np.exp(-float64(x)))).astype(np.float32)).astype(x.dtype)
 
 
 def gathered(x: mx.array, packed: tuple, format: dict, case, sim: Simulator) -> None:
@@ -49,7 +49,7 @@ def gathered(x: mx.array, packed: tuple, format: dict, case, sim: Simulator) -> 
     rows = (7 * np.arange(case.M) + 2) % 11
     x = mx.where(mx.array(np.isin(np.arange(11), rows))[:, None], x, mx.array(float("nan"), x.dtype))
     run = {**format, "kernel": sim.metal_kernel}
-    y = kernels.gather_quantized_matmul(x, *packed, mx.array(rows), mx.array(experts), **run)
+    y = kernels.gather_quantized_matmul(x, *packed, mx.array(rows, mx.uint32), mx.array(experts, mx.int32), **run)
     scale = run.pop("tensor_scale", None)
     for expert in set(experts.tolist()):
         pairs = mx.array(np.flatnonzero(experts == expert))
@@ -87,7 +87,10 @@ def test_every_row_count_on_odd_and_even_shapes_is_the_rounded_product(form, nam
             assert sim.last.buffers["out"].stores_bytes == 2 * M * N
             assert sim.last.buffers["w"].reads == sim.last.buffers["up_w"].reads == -(-M // 16)
             gate = kernels.quantized_matmul(x, *packed, tensor_scale=scale, **run)
-            assert_same_bits(y, silu(gate) * kernels.quantized_matmul(x, *up, tensor_scale=0.1, **run), case)
+            other = kernels.quantized_matmul(x, *up, tensor_scale=0.1, **run)
+            # A sigmoid in float32 may lie on either side of a tie between 16-bit numbers.
+            either = [bits_of(silu(gate, error) * other) for error in (-3e-7, 3e-7)]
+            assert np.all((bits_of(y) == either[0]) | (bits_of(y) == either[1])), case
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 SITE = str(0x5EED517E)  # MSL_SITE in include/msl/types.h
 STDLIB = "/include/msl/"
 NAME = r'%(?:[\w.$-]+|"[^"]*")'
+# What is misaligned is reported and goes on: the CPU's instructions must not ask for alignment.
+ALIGN = re.compile(r"\balign \d+")
 LOAD = re.compile(rf"^\s+{NAME} = load (?:volatile )?(.+), ptr addrspace\((\d)\) ({NAME}), align (\d+)")
 STORE = re.compile(rf"^\s+store (?:volatile )?(.+), ptr addrspace\((\d)\) ({NAME}), align (\d+)")
 COPY = re.compile(r"^\s+(?:tail )?call void @llvm\.mem(cpy|move|set)[\w.]*\((.*)\)")
@@ -147,9 +149,11 @@ def instrument(ir: str) -> tuple[str, list[Site]]:
             access(m[2], m[3], Site(size_of(m[1]), int(m[4]), where.line(line), flags))
             flight += m[2] == "1"
             most_in_flight = max(most_in_flight, flight)
+            line = ALIGN.sub("align 1", line)
         elif m := STORE.match(line):
             flags = 1 | (2 if m[2] in "24" else 0)
             access(m[2], m[3], Site(size_of(first_type(m[1])), int(m[4]), where.line(line), flags))
+            line = ALIGN.sub("align 1", line)
         elif m := COPY.match(line):
             to, source, length = m[2].split(", ")[:3]
             size = int(length.split()[-1])
@@ -158,6 +162,7 @@ def instrument(ir: str) -> tuple[str, list[Site]]:
                     access(
                         p[1], p[3], Site(size, int(p[2] or 1), where.line(line), (1 - i) | (2 if p[1] == "4" else 0))
                     )
+            line = ALIGN.sub("align 1", line)
         elif SITE in line:
             flight = 0
             sites.append(Site(line=where.line(line)))

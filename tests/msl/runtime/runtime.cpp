@@ -4,13 +4,22 @@
 #include "cells.h"
 #include "scheduler.h"
 
+// Bounds of this library, by the linker.
+extern "C" __attribute__((visibility("hidden"))) const char __ehdr_start, _end;
+
+// Constant tables and what lies on a fibre's stack or in the runtime, where constant and generic pointers may lead.
+bool is_own(u64 address) {
+  const u64 stack = address - u64(stacks);
+  return (address >= u64(&__ehdr_start) && address < u64(&_end)) || stack < THREADS * STACK;
+}
+
 extern "C" {
 
 void msl_access(const void* p, u32 site) {
   const Site& s = msl_sites[site];
   const u64 address = u64(p), slot = (address - region) / SLOT;
   if (address < region || slot >= L->n_buffers) {
-    if (s.flags & 2) return;
+    if (s.flags & 2 && is_own(address)) return;
     report(WILD, site, NONE, long(address), NONE);
     L->wild = stop = true;
     now->state = DONE;
@@ -40,7 +49,7 @@ void msl_access(const void* p, u32 site) {
 }
 
 // An atomic operation: in bounds, aligned; ordered with every other one, and seen as a write.
-void msl_atomic(const void* p, u32 size) {
+void msl_atomic(const volatile void* p, u32 size) {
   const u64 address = u64(p), slot = (address - region) / SLOT;
   if (address < region || slot >= L->n_buffers) return;
   Buffer& b = L->buffers[slot];

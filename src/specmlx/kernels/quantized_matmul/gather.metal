@@ -15,16 +15,15 @@ while (M < 8 * TILES && m0 + M < pairs && experts[m0 + M] == expert) {
 }
 const size_t first = size_t(expert) * N, groups = K / GROUP;
 const auto own_w = w + first * (K / 16 * BITS / 2);
-const auto own_scales = scales + first * groups, own_biases = biases + first * groups;
 const uint count = tensor_scale_shape[0];
 const auto own_tensor_scale = tensor_scale + (count == 1 ? 0 : first);
 // Most experts of a decoding pass have a row or two: no second tile of 8 for them.
 if (TILES == 1 || M <= 8) {
   multiply_pairs<T, MODE, BITS, GROUP, 1, SHARED, WHOLE>(
-      own_w, own_scales, own_biases, own_tensor_scale, count, rows, x, out, m0, M, N, K, n0, shared,
+      own_w, scales, biases, first * groups, own_tensor_scale, count, rows, x, out, m0, M, N, K, n0, shared,
       simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
 } else {
   multiply_pairs<T, MODE, BITS, GROUP, TILES, SHARED, WHOLE>(
-      own_w, own_scales, own_biases, own_tensor_scale, count, rows, x, out, m0, M, N, K, n0, shared,
+      own_w, scales, biases, first * groups, own_tensor_scale, count, rows, x, out, m0, M, N, K, n0, shared,
       simdgroup_index_in_threadgroup, simdgroups_per_threadgroup, thread_index_in_simdgroup);
 }

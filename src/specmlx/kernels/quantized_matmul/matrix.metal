@@ -86,14 +86,15 @@ METAL_FUNC void find_rows(thread uint* x_row, uint m0, uint M, uint rows, uint K
 }
 
 // 32 rows of w [N, K] from row n0 times 8 TILES rows of x, whose elements begin at x_row; `split` simdgroups share K.
-// PAIRED: 16 rows of w and the same 16 of up_w; else up_w and what belongs to it aren't read.
+// PAIRED: 16 rows of w and the same 16 of up_w; else up_w and what belongs to it aren't read. The scales of w's first row
+// begin at `first_group`, which tells where 16 bytes are aligned.
 // In which order a row's products are added follows from the format, K and split alone.
 template <
     typename T, int MODE, int BITS, int GROUP, int TILES, int SHARED, bool WHOLE, bool ORDERED, bool PAIRED, typename W,
     typename S, typename X>
 METAL_FUNC void multiply_rows(
     thread float2* y, W w, S scales, S biases, W up_w, S up_scales, S up_biases, X x, thread const uint* x_row, uint N,
-    uint K, uint n0, threadgroup uint* shared, uint simdgroup, uint split, uint lane_index) {
+    uint K, uint n0, threadgroup uint* shared, uint simdgroup, uint split, uint lane_index, size_t first_group = 0) {
   constexpr uint ROWS = PAIRED ? 16 : 32;
   constexpr uint SLOT = slot_weights<BITS>(), BLOCK = 8 * SLOT, WORDS = SLOT * BITS / 32;
   constexpr uint STAGED = SHARED / (MODE == AFFINE ? 32 : 8), CHUNK = MODE == FP8 ? 0 : STAGED * GROUP / BLOCK * BLOCK;
@@ -126,7 +127,7 @@ METAL_FUNC void multiply_rows(
 #pragma clang loop unroll(full)
       for (uint i = 0; i < 32 / ROWS; ++i) {
         stage<MODE>(
-            i == 0 ? scales : up_scales, i == 0 ? biases : up_biases, size_t(n0) * groups, min(ROWS, N - n0),
+            i == 0 ? scales : up_scales, i == 0 ? biases : up_biases, first_group + size_t(n0) * groups, min(ROWS, N - n0),
             groups, start / GROUP, (end - start) / GROUP, shared, ROWS * i, stride, 32 * simdgroup + lane_index, 32 * split);
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);

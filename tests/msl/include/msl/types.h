@@ -61,7 +61,7 @@ void msl_bad_shuffle(uint site);
 void msl_matrix(const __private float* mine, __private float* d, uint site);
 void msl_barrier(uint flags, uint site);
 __local void* msl_threadgroup(ulong size, ulong align, uint variable);
-void msl_atomic(const void* p, uint size);
+void msl_atomic(const volatile void* p, uint size);
 uint msl_atomic_get(const volatile void* p);
 void msl_atomic_set(volatile void* p, uint v);
 void msl_escape(const void* p);
