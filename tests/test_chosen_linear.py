@@ -11,6 +11,7 @@ from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
 from specmlx.kernels.chosen import choose_kernels, mixed
 from specmlx.kernels.linear import ChosenEmbedding, ChosenLinear, ChosenScaledLinear, ChosenSwitchLinear
+from specmlx.kernels.mlp import GatedMLP
 from specmlx.kernels.quantized_matmul import reference
 
 
@@ -95,6 +96,24 @@ def test_codes_with_a_scale_of_the_tensor_or_of_channels(tmp_path, mode, channel
     assert y.dtype == dtype
     assert mx.abs(y - want).max().item() < (0.01 if dtype == mx.bfloat16 else 0.002) * mx.abs(want).max().item()
     assert sim.reports
+
+
+@pytest.mark.parametrize("form", ["AX", "V"])
+def test_gate_and_up_with_scales_of_their_tensors_are_one_pass(tmp_path, form):
+    mlp, sim = GatedMLP(64, 24), msl.Simulator()
+    for i, name in enumerate(("gate_proj", "up_proj")):
+        layer = ScaledLinear("nvfp4")
+        format = {"group_size": layer.group_size, "bits": layer.bits, "mode": "nvfp4"}
+        layer.weight, layer.scales = mx.quantize(mx.random.normal((24, 64), key=mx.random.key(i)) / 8, **format)
+        layer.output_scale = mx.array(0.5 + i)
+        mlp[name] = layer
+    mlp.down_proj = nn.Identity()
+    x = mx.random.normal((3, 64), key=mx.random.key(7)).astype(mx.bfloat16)
+    want = mlp(x.astype(mx.float32))
+    choose_kernels(mlp, mx.bfloat16, chooser(tmp_path, **{form: 0.5}), sim.metal_kernel)
+    got = mlp(x)
+    assert got.dtype == mx.bfloat16 and mx.abs(got - want).max().item() < 0.02 * mx.abs(want).max().item()
+    assert len(sim.reports) == 2  # AX: the copy of x and the pass; V: two products
 
 
 @pytest.mark.parametrize("T", [1, 5])

@@ -22,6 +22,7 @@ from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
 from specmlx.state.conversation import Conversation
+from specmlx.state.quantized_kv import KVFormat
 
 # One layer of each kind, with heads that the attention kernel takes.
 LAYERS = dict(num_hidden_layers=2, full_attention_interval=2, head_dim=64)
@@ -76,6 +77,26 @@ def test_a_pass_on_the_kernels_is_that_of_mlx_up_to_rounding(tmp_path, form, cha
     before = len(sim.reports)
     assert mx.array_equal(logits(model, rows), stock)
     assert len(sim.reports) == before
+
+
+@pytest.mark.parametrize("kv_bits", ["int8", 8, 4])
+def test_quantized_keys_and_values_are_read_by_the_kernel(kv_bits):
+    model, sim, rows = rig.tiny(dtype=mx.bfloat16, **LAYERS), msl.Simulator(), rig.tokens(2, 9)
+    kv_format = KVFormat.read(kv_bits)
+
+    def passes() -> mx.array:
+        states = model.new_states(1, kv_format)
+        first = model.verify(states, rows[:, :4])
+        states.commit(3)
+        return mx.concatenate([first.logits, model.verify(states, rows[:, 3:]).logits], axis=1)
+
+    want = passes()
+    for layer in model.layers:
+        mixer = layer.linear_attn if layer.is_linear else layer.self_attn
+        mixer.serve_by(lambda *_, **__: sim.metal_kernel)
+    got = passes()
+    assert mx.abs(got - want).max().item() <= 0.03 * mx.abs(want).max().item()
+    assert [report.name for report in sim.reports].count("specmlx_attention_chunks") == 2
 
 
 def test_consistent_gives_the_plain_text_and_the_default_choice_parts_at_a_margin(tmp_path):
