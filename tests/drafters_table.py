@@ -131,7 +131,7 @@ DRAFTERS = (
         cases=("dflash_full", "dspark_yarn"),
     ),
     Row(
-        "MTP head in the target's files (`mtp.*`, norms as w − 1)",
+        "MTP head in the target's files (`mtp.*`, norms as w − 1; FP8 and FP4 stay packed)",
         "loads; the rows of transformers' decoder layer and norms within 1e-5, the same drafts",
         "transformers' `Qwen3_5DecoderLayer`",
         ("test_mtp::test_rows_and_drafts_are_those_of_transformers_layers",),

@@ -18,9 +18,10 @@ from rig import TINY, mlx_lm_twin, tiny
 from specmlx.inspection import inspect_path
 from specmlx.loading import load, load_drafter, resolve
 from specmlx.targets.checkpoint import load_target
+from specmlx.targets.gguf_tokenizer import tokenizer_files
 
 SMALL = TINY | {"num_hidden_layers": 2, "full_attention_interval": 2}
-GGUF = Path(__file__).parent / "goldens" / "gguf" / "model.gguf"
+GGUF = Path(__file__).parent / "goldens" / "gguf" / "tokenized.gguf"
 VALUES: list[Any] = [
     None,
     True,
@@ -47,7 +48,14 @@ TOGETHER = 200 << 20
 def outcome(path: Path) -> str:
     """The one line that a path is refused with, or "loads"."""
     said = one_line(lambda: inspect_path(path))
+    if path.suffix == ".gguf":
+        said = one_line(lambda: tokenizer_of(path)) or said
     return one_line(lambda: load_target(path, lazy=True)) or said or "loads"
+
+
+def tokenizer_of(path: Path) -> None:
+    with tokenizer_files(path):
+        pass
 
 
 def one_line(call: Callable[[], Any]) -> str:
@@ -165,17 +173,17 @@ def test_300_mutated_safetensors_headers_are_refused_in_one_line_or_change_nothi
 def test_200_mutated_gguf_headers_are_refused_in_one_line_or_load(tmp_path):
     rng = random.Random(2)
     data, seen = GGUF.read_bytes(), set()
-    # Every place of a length, a count or a type is somewhere in the first 3,000 bytes.
+    # Places of lengths, counts and types, and of the tokenizer's strings, are in the first 16,000 bytes.
     for i in range(200):
         spoilt = bytearray(data)
         if i % 4 == 0:
-            at = rng.choice([8, 16, 24, rng.randrange(24, 2500)])
+            at = rng.choice([8, 16, 24, rng.randrange(24, 16000)])
             spoilt[at : at + 8] = struct.pack("<Q", rng.choice([0, 1, 1 << 31, 1 << 40, 1 << 63, (1 << 64) - 1]))
         elif i % 4 == 1:
             spoilt = spoilt[: rng.randrange(len(spoilt))]
         else:
             for _ in range(rng.randint(1, 4)):
-                spoilt[rng.randrange(4, 3000)] = rng.choice([0, 1, 8, 9, 255, rng.randrange(256)])
+                spoilt[rng.randrange(4, 16000)] = rng.choice([0, 1, 8, 9, 255, rng.randrange(256)])
         file = tmp_path / "m.gguf"
         file.write_bytes(spoilt)
         seen.add(outcome(file).replace(str(file), "")[:50])

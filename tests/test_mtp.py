@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from drafter_kit import Greedy, write_drafter
 from mlx.utils import tree_flatten, tree_unflatten
+from publishers import fp4_values, fp8_values, random_fp8, tensor, write_safetensors
 from rig import EXPERTS, tiny, tokens
 
 from specmlx.drafters.mtp import MTP, MTPHead
+from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.proposal import Joinable, Packable
 from specmlx.loading import load_drafter
 from specmlx.speculation.loop import generate_tokens
@@ -265,6 +267,47 @@ def test_a_head_that_does_not_fit_is_refused_before_its_weights_are_read(golden,
     (split / "model.safetensors").write_bytes(b"not read")
     with pytest.raises(ValueError, match=says):
         load_drafter(str(split), golden[0])
+
+
+@pytest.mark.parametrize("codes", ["fp8", "nvfp4"])
+def test_a_heads_fp8_and_fp4_codes_draft_as_the_numbers_that_they_stand_for(golden, codes, tmp_path):
+    head = mx.load(str(GOLDENS / "mtp" / "model-mtp.safetensors"))
+    rng, packed, dense = np.random.default_rng(0), {}, {}
+    for name, weight in head.items():
+        stem, (N, K) = name.removesuffix(".weight"), (weight.shape[0], weight.shape[-1])
+        if weight.ndim == 1 or name == "mtp.fc.weight":
+            packed[name], dense[name] = tensor("F16", np.array(weight)), weight
+        elif codes == "fp8":
+            values, scale = random_fp8(rng, N, K), rng.uniform(1, 3, (N // 32, K // 32)).astype(np.float32) * 1e-3
+            packed |= {name: tensor("F8_E4M3", values), f"{stem}.weight_scale_inv": tensor("F32", scale)}
+            dense[name] = mx.array(fp8_values(values) * scale.repeat(32, 0).repeat(32, 1))
+        else:
+            values, scales = (
+                rng.integers(0, 256, (N, K // 2), np.uint8),
+                rng.integers(0x20, 0x40, (N, K // 16), np.uint8),
+            )
+            packed |= {name: tensor("U8", values), f"{stem}.weight_scale": tensor("F8_E4M3", scales)}
+            packed[f"{stem}.weight_scale_2"] = tensor("F32", np.array(np.float32(0.1)))
+            dense[name] = mx.array(fp4_values(values, scales) * np.float32(0.1))
+    target = golden[0]
+
+    def drafts(path: Path) -> mx.array:
+        drafter = load_mtp(path, target, mx.float32)
+        return shown(drafter, observed(drafter, tokens(7, 9)), 3, [1, 2, 3])
+
+    files = golden_directory(tmp_path / "packed")
+    config = json.loads((files / "config.json").read_text())
+    quantization = (
+        {"quant_method": "fp8", "weight_block_size": [32, 32]} if codes == "fp8" else {"quant_method": "modelopt"}
+    )
+    (files / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    write_safetensors(files / "model-mtp.safetensors", packed)
+    plain = golden_directory(tmp_path / "dense")
+    mx.save_safetensors(str(plain / "model-mtp.safetensors"), dense)
+    assert mx.allclose(drafts(files), drafts(plain), rtol=0, atol=1e-4).item()
+    write_safetensors(files / "model-mtp.safetensors", {k: v for k, v in packed.items() if "scale" not in k})
+    with pytest.raises(ValueError, match="weight is .*uint8|should be"):
+        load_mtp(files, target)
 
 
 def test_a_target_without_a_head_says_so(tmp_path):

@@ -164,6 +164,7 @@ def _drafter(
         if not isinstance(target, Model):
             raise ValueError(f"draft_model 'mtp' needs a Qwen3.5-family target, not {target.config.model_type}")
         head = load_mtp(source, target).model
+        _refuse_packed(head)
         config = read_config(source)
         text = config.get("text_config") or config
         plain = {"architectures": ["Qwen3_5MTP"], "model_type": "qwen3_5_mtp", "text_config": text}
@@ -184,11 +185,7 @@ def _drafter(
 
 def _config(target: Model | AnyLM, config: dict[str, Any]) -> dict[str, Any]:
     """The target's config.json as mlx_lm reads it. Raises ValueError where mlx_lm can't run the model."""
-    packed = [name for name, layer in target.named_modules() if isinstance(layer, (ScaledLinear, BlockScaledLinear))]
-    if packed:
-        raise ValueError(
-            f"{packed[0]} is in FP8 or FP4 with a scale of its own, which mlx_lm can't load: use it as it is"
-        )
+    _refuse_packed(target)
     config = {key: value for key, value in config.items() if key not in ("draft_model", "quantization_config")}
     if isinstance(target, Model):
         config["model_type"] = str(config["model_type"]).removesuffix("_text")
@@ -199,6 +196,14 @@ def _config(target: Model | AnyLM, config: dict[str, Any]) -> dict[str, Any]:
     if "quantization" in config:
         config["quantization_config"] = config["quantization"]
     return config
+
+
+def _refuse_packed(module: nn.Module) -> None:
+    packed = [name for name, layer in module.named_modules() if isinstance(layer, (ScaledLinear, BlockScaledLinear))]
+    if packed:
+        raise ValueError(
+            f"{packed[0]} is in FP8 or FP4 with a scale of its own, which mlx_lm can't load: use it as it is"
+        )
 
 
 def _quantized(module: nn.Module, config: dict[str, Any], bits: int, group_size: int) -> dict[str, Any]:

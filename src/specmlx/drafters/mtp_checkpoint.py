@@ -11,6 +11,9 @@ from specmlx.drafters.pairing import is_split_mtp, mtp_reasons
 from specmlx.drafters.weights import check_names, quantize_as_stored, read_weights
 from specmlx.formats.checkpoint import read_config
 from specmlx.formats.dense import column_major
+from specmlx.formats.scaled import is_scaled, read_scaled
+from specmlx.formats.scaled_linear import place
+from specmlx.targets.checkpoint import cast
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.weights import stacked_experts
 
@@ -39,15 +42,19 @@ def load_mtp(path: str | Path, target: NormedTarget, dtype: mx.Dtype | None = No
     if named and not any(name.endswith("conv1d.weight") and w.shape[-1] == 1 for name, w in weights.items()):
         # Cast first: 1 + w has fewer digits than w.
         named = {name: w.astype(dtype or w.dtype) + 1 if "norm" in name else w for name, w in named.items()}
-    weights = stacked_experts(named or weights)
+    weights = named or weights
+    if is_scaled(weights):
+        weights = read_scaled(weights, config)
+    weights = stacked_experts(weights)
     head = MTPHead(HybridConfig.from_dict(config))
+    place(head, weights)
     if quantization := config.get("quantization"):
         own = {_PREFIX.sub("", name, count=1): value for name, value in quantization.items()}
         quantize_as_stored(head, {**quantization, **own}, weights)
     check_names(head, weights, path)
     head.load_weights(list(weights.items()))
     if dtype is not None:
-        head.set_dtype(dtype)
+        cast(head, dtype)
     if mx.default_device() == mx.cpu:
         column_major(head)
     mx.eval(head.parameters())

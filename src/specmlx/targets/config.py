@@ -154,4 +154,4 @@ def check_target(config: dict[str, Any], path: Path | str) -> None:
     try:
         HybridConfig.from_dict(config)
     except UNFIT as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:400]}") from None
