@@ -35,6 +35,16 @@ def test_every_value_of_a_type_is_the_one_that_ggufs_own_package_reads(kind):
     assert mx.array_equal(values, goldens[f"{kind}.values"]).item()
 
 
+@pytest.mark.parametrize("kind", [*BITS, "Q6_K"])
+def test_a_scale_that_is_not_finite_is_refused(kind):
+    blocks = np.array(mx.load(str(GOLDENS / "blocks.safetensors"))[f"{kind}.blocks"]).reshape(-1, SIZES[kind]).copy()
+    at = 208 if kind == "Q6_K" else 0
+    for bits in (0x7C00, 0x7E00):
+        blocks[1, at : at + 2] = np.frombuffer(struct.pack("<H", bits), np.uint8)
+        with pytest.raises(ValueError, match="not finite, so the file is corrupt"):
+            to_mlx(kind, blocks, (4, 256))
+
+
 @pytest.mark.parametrize("name", ["model", "experts"])
 def test_a_file_gives_the_logits_of_transformers_on_the_values_that_it_holds(name):
     expected = mx.load(str(GOLDENS / f"{name}.safetensors"))

@@ -29,7 +29,7 @@ _AT_ONCE = 1 << 16
 def to_mlx(kind: str, blocks: np.ndarray, shape: tuple[int, ...]) -> dict[str, mx.array]:
     """A tensor of blocks `[n, bytes]` as mlx's parameters: weight, and scales and biases float32 where it is packed.
 
-    Raises ValueError for a type that no layout of mlx's holds.
+    Raises ValueError for a type that no layout of mlx's holds, and for scales that are not finite.
     """
     if kind in DENSE:
         return {"weight": _dense(kind, blocks).reshape(shape)}
@@ -71,7 +71,10 @@ def _packed(q: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+    scales = np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
+    if not np.isfinite(scales).all():
+        raise ValueError("a scale of its blocks is not finite, so the file is corrupt")
+    return scales
 
 
 def _simple(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
