@@ -5,7 +5,7 @@ import random
 import mlx.core as mx
 import pytest
 from batch_kit import COUNTS, PROMPTS, KnowsTheTexts, ids_alone, in_lanes
-from rig import SMALL, leaves, same_bits, small_tokenizer, tiny
+from rig import SMALL, leaves, prefilled, same_bits, small_tokenizer, tiny, tokens
 from scripted import right_with
 
 from specmlx import (
@@ -22,6 +22,9 @@ from specmlx.drafters.proposal import Proposal
 from specmlx.generation import stream_generate
 from specmlx.speculation.lane_policy import LanePolicy, grouped
 from specmlx.speculation.policy import Policy
+from specmlx.state.layers import LayerStates
+from specmlx.state.store import usable_memory
+from specmlx.targets.hybrid import Model
 
 
 class Uniform(KnowsTheTexts):
@@ -211,6 +214,37 @@ def test_a_lane_that_is_too_long_for_the_model_is_refused_and_one_that_fills_it_
     with pytest.warns(UserWarning, match="12 tokens .max_kv_size"), Engine(model, tokenizer, max_kv_size=12) as engine:
         responses = list(engine.submit(prompts[0], -1))
     assert len(responses) == 9 and responses[-1].finish_reason == "length"
+
+
+@pytest.mark.linux_bits
+def test_the_room_that_a_long_lane_needed_goes_with_it():
+    model = tiny(0, **SMALL)
+    long, short = tokens(1, 600, 282), tokens(2, 9, 282)
+    both = LayerStates.merged([prefilled(model, long), prefilled(model, short)])
+    left, alone = both.lanes([1], longest=9), prefilled(model, short)
+    assert [states.layers[1].capacity for states in (both, left, alone)] == [768, 256, 256]
+    logits = [model.verify(states, tokens(3, 5, 282)).logits for states in (left, alone)]
+    assert mx.array_equal(*logits).item()
+
+
+class Wide(Model):
+    """What `check_memory` counts is the memory of the machine for 100 tokens; the heads are as many as ever."""
+
+    @property
+    def kv_heads(self):
+        return usable_memory() // (100 * 2 * 2 * 4 * self.config.head_dim)
+
+
+def test_a_prompt_for_which_memory_is_too_small_beside_others_waits_for_its_turn(tokenizer):
+    model = tiny(0, **SMALL)
+    wide = Wide(model.args)
+    wide.update(model.parameters())
+    prompts = [[7, 8, 9] * n for n in (10, 10, 10, 12, 25, 40)]
+    found = batch_generate(wide, tokenizer, prompts, max_tokens=4, max_lanes=4)
+    assert found.texts == [*(generate(model, tokenizer, prompt, max_tokens=4) for prompt in prompts[:5]), None]
+    assert "120 more tokens need" in str(found.errors[5])
+    # Three together, then one, then one, where four lanes would have taken all in two turns.
+    assert found.stats.passes == 4 * 3
 
 
 def test_a_prompt_cache_serves_a_batch_and_is_filled_by_it(demo):

@@ -5,7 +5,7 @@ import pytest
 from batch_kit import COUNTS, PROMPTS, KnowsTheTexts, ids_alone, in_lanes
 from rig import SMALL, mlx_lm_twin, same_bits, small_tokenizer, tiny
 
-from specmlx import Engine, batch_generate, generate, load
+from specmlx import Engine, PromptCache, batch_generate, generate, load
 from specmlx.speculation.policy import Policy
 from specmlx.state.quantized_kv import KVFormat, QuantizedKV
 from specmlx.targets.any_lm import AnyLM
@@ -63,10 +63,13 @@ def test_a_lane_with_quantized_keys_has_the_tokens_and_the_state_that_it_would_h
 
 def test_batches_and_the_engine_take_the_options_of_a_request_alone():
     model, tokenizer = load()
-    prompts = [tokenizer.encode(f"Can you count from {n} up to {n + 9}? " * 3) for n in (11, 24)]
+    prompts = [tokenizer.encode(f"Can you count from {n} up to {n + 9}? " * 8) for n in (11, 24)]
     options = dict(kv_bits=4, kv_group_size=32, quantized_kv_start=0)
     want = [generate(model, tokenizer, prompt, max_tokens=30, **options) for prompt in prompts]
-    assert batch_generate(model, tokenizer, prompts, max_tokens=30, **options).texts == want
+    cache = PromptCache()
+    for cached in (0, 128):
+        found = batch_generate(model, tokenizer, prompts, cache, max_tokens=30, **options)
+        assert found.texts == want and found.stats.cached_tokens >= cached
     with Engine(model, tokenizer, **options) as engine:
         requests = [engine.submit(prompt, 30) for prompt in prompts]
         assert [request.text() for request in requests] == want

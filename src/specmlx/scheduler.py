@@ -110,7 +110,7 @@ class Scheduler:
 
     def fill(self) -> None:
         """Take in prompts until no more can decode together."""
-        while self._prefilling or (self._waiting and len(self._running) < self.max_lanes):
+        while self._prefilling or self._may_begin:
             self._sweep()
             self._admit()
             if self._prefilling:
@@ -160,13 +160,26 @@ class Scheduler:
         self._retire([job for job in self._running if job.cancelled])
 
     def _admit(self) -> None:
-        if self._waiting and not self._prefilling and len(self._running) < self.max_lanes:
+        if self._may_begin:
             self._prefilling = job = self._waiting.popleft()
             try:
                 self._begin(job)
             except Exception as error:
                 self._prefilling = None
                 self._end(job, error)
+
+    @property
+    def _may_begin(self) -> bool:
+        """Whether the request that has waited longest may begin: there are a lane and, beside others, memory for it."""
+        if self._prefilling or not self._waiting or len(self._running) >= self.max_lanes:
+            return False
+        # Lanes' keys are in one buffer, which is as long for each as the longest needs it.
+        rows = [len(self._waiting[0].ids), *(len(job.conversation.processed) for job in self._running)]
+        try:
+            check_memory(self.model, len(rows) * max(rows), self.kv_format)
+        except ValueError:
+            return not self._running
+        return True
 
     def _begin(self, job: Job) -> None:
         options: dict[str, Any] = {}

@@ -96,14 +96,13 @@ class Lanes:
         if keep:
             for lane in gone:
                 i = self.lanes.index(lane)
-                states = self._states.lanes([i])
+                states = self._states.lanes([i], len(lane.conversation.processed))
                 states.start = len(lane.conversation.processed)
                 lane.conversation.states = states
                 context = None if self._drafts is None else self._drafts.context(i)
                 lane.conversation.draft = context and Draft(self.drafter, context, states.start)
         self.lanes = [self.lanes[i] for i in stay]
-        self._states = self._states.lanes(stay) if stay else None
-        self._bound()
+        self._states = self._states.lanes(stay, self._longest()) if stay else None
         if self._drafts is not None:
             self._drafts.keep(stay)
         self._groups = grouped([lane.policy for lane in self.lanes])
@@ -149,15 +148,15 @@ class Lanes:
             if over:
                 done.append(lane)
         states.commit(counts)
-        self._bound()
+        # All that they know is how many rows each pass let in at most.
+        states.bound = self._longest()
         if self._drafts is not None:
             self._drafts.observe(*round.observable, counts)
         return done
 
-    def _bound(self) -> None:
-        """Tell the states how long the longest lane is: they only know how many rows each pass let in at most."""
-        if self.lanes:
-            self._states.bound = max(len(lane.conversation.processed) for lane in self.lanes)
+    def _longest(self) -> int:
+        """How many rows the longest lane has."""
+        return max(len(lane.conversation.processed) for lane in self.lanes)
 
     def _limit(self) -> int:
         """No lane needs more rows than the most tokens that any of them may still give, nor has room for more."""

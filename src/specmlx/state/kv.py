@@ -99,6 +99,7 @@ def merge(parts: Sequence[tuple[KV | None, int]]) -> KV | None:
     return like.with_arrays([joined(which) for which in range(len(like.arrays()))])
 
 
-def take(kv: KV, lanes: mx.array) -> KV:
-    """The buffers of some lanes, by their indices `[b]`."""
-    return kv.with_arrays([buffer[lanes] for buffer in kv.arrays()])
+def take(kv: KV, lanes: mx.array, rows: int | None = None) -> KV:
+    """The buffers of some lanes, by their indices `[b]`, as long as `rows` rows need them."""
+    capacity = kv.capacity if rows is None else -(-max(rows, 1) // STEP) * STEP
+    return kv.with_arrays([buffer[:, :, :capacity][lanes] for buffer in kv.arrays()])

@@ -198,14 +198,19 @@ class LayerStates:
         states.bound = max(part.bound for part in parts)
         return states
 
-    def lanes(self, indices: Sequence[int]) -> "LayerStates":
-        """Some lanes in states of their own, copied."""
-        at = mx.array(indices, dtype=mx.int32)
-        layers = [None if x is None else kv.take(x, at) if isinstance(x, KV) else x.take(at) for x in self.folded()]
+    def lanes(self, indices: Sequence[int], longest: int | None = None) -> "LayerStates":
+        """Some lanes in states of their own, copied; `longest`: no fewer rows than any of them has, if that is known.
+
+        What other lanes needed longer buffers for is left behind.
+        """
+        at, rows = mx.array(indices, dtype=mx.int32), self.bound if longest is None else longest
+        layers = [
+            None if x is None else kv.take(x, at, rows) if isinstance(x, KV) else x.take(at) for x in self.folded()
+        ]
         states = LayerStates(layers, len(indices), self.kv_format)
         length = self.length
         states.start = length if isinstance(length, int) else length[at]
-        states.bound = self.bound
+        states.bound = rows
         return states
 
     def _start_at(self, lengths: Sequence[int | mx.array], batches: Sequence[int]) -> None:
