@@ -11,6 +11,14 @@ from mlx_lm.models import gated_delta
 from msl import stock
 from msl.source import ATTRIBUTES, generate
 
+from specmlx.kernels import quantized_matmul
+from specmlx.kernels.accept import metal as accept_kernel
+from specmlx.kernels.attention import Stored
+from specmlx.kernels.attention import metal as attention_kernel
+from specmlx.kernels.draft_head import metal as draft_head_kernel
+from specmlx.kernels.gated_delta import Tape
+from specmlx.kernels.gated_delta import metal as gated_delta_kernel
+
 
 def matrices(M: int, N: int, K: int, dtype: mx.Dtype = mx.bfloat16):
     x = mx.random.normal((M, K), key=mx.random.key(0)).astype(dtype)
@@ -42,6 +50,53 @@ def test_the_source_is_what_mlx_generates(case, tmp_path, capfd):
     printed = re.search("```\n(.*)\n```", capfd.readouterr().out, re.DOTALL)[1]
     ours = generate(*made, atomic, inputs, template or [], call["output_dtypes"])
     assert ours.text.split() == printed.split()
+
+
+def test_the_librarys_own_launches_have_the_source_that_mlx_generates(tmp_path, capfd):
+    names = set()
+
+    def factory(name, input_names, output_names, source, header=""):
+        kernel = mx.fast.metal_kernel(name, input_names, output_names, source, header)
+
+        def launch(inputs, output_shapes, output_dtypes, template=(), **call):
+            def print_it(*inputs):
+                shapes = {"output_shapes": output_shapes, "output_dtypes": output_dtypes}
+                return kernel(inputs=list(inputs), template=list(template), verbose=True, **shapes, **call)
+
+            capfd.readouterr()
+            mx.export_function(str(tmp_path / "kernel.mlxfn"), print_it, *inputs)
+            printed = re.search("```\n(.*)\n```", capfd.readouterr().out, re.DOTALL)[1]
+            ours = generate(name, input_names, output_names, source, header, False, inputs, template, output_dtypes)
+            assert ours.text.split() == printed.split(), name
+            names.add(name)
+            return [mx.zeros(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
+
+        return launch
+
+    x, w = matrices(9, 40, 128)
+    weights = mx.quantize(w, 64, 4)
+    for variant in ("A", "AX", "B", "V"):
+        quantized_matmul.quantized_matmul(x, *weights, kernel=factory, variant=variant)
+    quantized_matmul.gated_quantized_matmul(x, weights, weights, kernel=factory)
+    experts = [mx.stack([a, a]) for a in weights]
+    pairs = mx.array([3, 1], mx.uint32), mx.array([0, 1], mx.int32)
+    quantized_matmul.gather_quantized_matmul(x, *experts, *pairs, kernel=factory)
+    heads, rows, one = mx.zeros((1, 2, 32, 32)), mx.zeros((1, 3, 1, 32)), mx.array([1], mx.int32)
+    tape = Tape(rows, mx.zeros((1, 3, 2, 32)), mx.zeros((1, 3, 2)))
+    gated_delta_kernel.advance(heads, tape, one, rows, rows, tape.delta, tape.g, tape.g, factory=factory)
+    gated_delta_kernel.fold(heads, tape, one, factory=factory)
+    kv = Stored(mx.zeros((1, 1, 64, 64)))
+    attention_kernel.attention(mx.zeros((1, 2, 3, 64)), kv, kv, one, 4, 1.0, factory=factory)
+    scores, ids = mx.zeros((1, 3, 40)), mx.zeros((1, 2), mx.int32)
+    accept_kernel.match(ids, scores, None, factory)
+    accept_kernel.rejection(ids, scores[:, :2], scores, mx.zeros((1, 2)), scores[:, 0], factory)
+    draft_head_kernel.top_k(scores, 4, factory)
+    table = mx.zeros((40, 64))
+    draft_head_kernel.chain(scores, table, table, one, None, 1.0, None, True, factory)
+    shortlist = mx.zeros((1, 3, 4), mx.int32)
+    draft_head_kernel.walk(mx.zeros((1, 3, 4)), shortlist, table, table, one, None, None, 1.0, factory)
+    draft_head_kernel.path(mx.zeros((1, 3, 4)), shortlist, table, table, one, None, factory)
+    assert len(names) == 21, sorted(names)
 
 
 @pytest.mark.parametrize("kernel, M, reads", [("qmv_fast", 2, 2), ("qmv_wide", 8, 2), ("qmm_t", 8, 1)])

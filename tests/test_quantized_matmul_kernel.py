@@ -125,6 +125,7 @@ def test_no_form_is_further_from_float64_than_mlxs_own_kernels(name):
         stock = x @ dense.astype(x.dtype).T
     else:
         _, stock = stock_kernels.quantized_matmul("qmv_wide", x, *packed, group_size, bits)
+    assert_rounded(stock, x, dense)
     for variant in ("A", "V", *["B"] * (name in GROUPED)):
         y = kernels.quantized_matmul(x, *packed, **format, kernel=sim.metal_kernel, variant=variant)
         # One number in 256 that both round from either side of a tie shifts the mean by less.
