@@ -69,7 +69,7 @@ KNOWN = (
                 3.35,
                 "its card: LiveCodeBench, T = 1, thinking (MBPP 4.06)",
             ),
-            Published("RedHatAI/Qwen3.8-27B-speculator.dspark", DSPARK, block=8),
+            Published("RedHatAI/Qwen3.8-27B-speculator.dspark", DSPARK, block=8, tau=4.83, source=_MLX_DSPARK),
             Published(
                 "mtp", MTP, tau=2.81, source="llama.cpp PR 27342: H200, T = 1, 7 proposals (DFlash 2 there: 3.58)"
             ),
@@ -77,16 +77,22 @@ KNOWN = (
     ),
     KnownTarget(
         ("Qwen/Qwen3.6-27B",),
-        (Published("z-lab/Qwen3.6-27B-DFlash", DFLASH, (1, 16, 31, 46, 61), 16), Published("mtp", MTP)),
+        (
+            Published("z-lab/Qwen3.6-27B-DFlash", DFLASH, (1, 16, 31, 46, 61), 16),
+            Published("satgeze/Qwen3.6-27B-DSpark", DSPARK, block=15),
+            Published("mtp", MTP),
+        ),
     ),
     KnownTarget(
         ("Qwen/Qwen3.6-35B-A3B",),
         (
+            Published("z-lab/Qwen3.6-35B-A3B-DFlash", DFLASH),
+            Published("RedHatAI/Qwen3.6-35B-A3B-speculator.dspark", DSPARK, block=8),
             Published(
-                "z-lab/Qwen3.6-35B-A3B-DFlash",
-                DFLASH,
+                "Koopah/Qwen3.6-35B-A3B-NVFP4-DSPARK",
+                DSPARK,
                 tau=4.72,
-                source=_MLX_DSPARK,
+                source="mlx-dspark: M4 Pro, 4-bit target, greedy, cut by confidence",
             ),
             Published("mtp", MTP),
         ),
@@ -141,6 +147,10 @@ KNOWN = (
     KnownTarget(
         ("LiquidAI/LFM2.5-2.6B", "LiquidAI/LFM2.5-2.6B-MLX-bf16"),
         (Published("LiquidAI/LFM2.5-2.6B-DSpark", DSPARK, block=9, tau=4.00, source=_MLX_DSPARK),),
+    ),
+    KnownTarget(
+        ("openbmb/MiniCPM5-2B", "mlx-community/MiniCPM5-2B-bf16"),
+        (Published("openbmb/MiniCPM5-2B-DSpark", DSPARK, block=7, tau=4.87, source=_MLX_DSPARK),),
     ),
     KnownTarget(
         ("Qwen/Qwen3-14B",),
