@@ -304,8 +304,8 @@ def test_after_a_failed_evaluation_all_use_is_refused_in_one_line(stepped, index
 class NoRollback(Recurrent):
     """Applies every row of the pass to S."""
 
-    def advance(self, count, *rows):
-        return super().advance(self.conv_rows.shape[1], *rows)
+    def advance(self, count, *rows, **options):
+        return super().advance(self.conv_rows.shape[1], *rows, **options)
 
 
 class NoConvRollback(Recurrent):
