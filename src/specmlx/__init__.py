@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specmlx.batch import BatchResponse, batch_generate
+    from specmlx.drafters.pairing import check_pair
     from specmlx.engine import Engine, QueueFull
     from specmlx.generation import generate, stream_generate
     from specmlx.loading import load, load_drafter
@@ -26,6 +27,7 @@ _HOME = {
     "PromptCache": "specmlx.state.store",
     "QueueFull": "specmlx.engine",
     "batch_generate": "specmlx.batch",
+    "check_pair": "specmlx.drafters.pairing",
     "generate": "specmlx.generation",
     "load": "specmlx.loading",
     "load_drafter": "specmlx.loading",
@@ -45,6 +47,7 @@ __all__ = [
     "QueueFull",
     "__version__",
     "batch_generate",
+    "check_pair",
     "generate",
     "load",
     "load_drafter",
