@@ -260,6 +260,13 @@ def test_a_rank_that_is_gone_is_the_reason_of_the_others_errors():
     assert ended(process) == (1, "Error: rank 2 is gone: the other processes end too\n")
 
 
+def test_the_rank_that_failed_says_why():
+    process, (one, two) = watching(0, 2, then="line.end(2, elsewhere=True)")
+    two.sendall(b"end 2 \n")
+    one.sendall(b"end 2 no such file: x\n")
+    assert ended(process) == (2, "Error: rank 1: no such file: x\n")
+
+
 def test_without_the_first_rank_each_speaks_for_itself():
     process, (first,) = watching(1, 1)
     first.close()

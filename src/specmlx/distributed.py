@@ -13,12 +13,16 @@ def several(group: mx.distributed.Group | None) -> mx.distributed.Group | None:
     return group if group is not None and group.size() > 1 else None
 
 
+class FailedElsewhere(RuntimeError):
+    """Another process has failed; it says why."""
+
+
 @contextmanager
 def agreed(group: mx.distributed.Group | None, *names: str) -> Iterator[dict[str, Any]]:
     """Work that every process does by itself: it succeeds in all of them, or raises in all of them.
 
-    The facts with these names, which the work puts into the dict, have to be the same everywhere. Raises RuntimeError
-    where another process failed, ValueError where one has other facts than the first.
+    The facts with these names, which the work puts into the dict, have to be the same everywhere. Raises
+    FailedElsewhere where another process failed, ValueError where one has other facts than the first.
     """
     facts: dict[str, Any] = {}
     if group is None:
@@ -31,7 +35,7 @@ def agreed(group: mx.distributed.Group | None, *names: str) -> Iterator[dict[str
         raise
     told = _tell(group, False, [_digest(facts.get(name)) for name in names])
     if ranks := [rank for rank, (failed, *_) in enumerate(told) if failed]:
-        raise RuntimeError(f"rank {ranks[0]} could not do its part: what it said is the reason")
+        raise FailedElsewhere(f"rank {ranks[0]} could not do its part: what it said is the reason")
     for rank, (_, *others) in enumerate(told):
         for name, own, first in zip(names, others, told[0][1:], strict=True):
             if own != first:

@@ -51,11 +51,12 @@ def joined() -> Iterator[Any]:
     import mlx.core as mx
 
     from specmlx.cli.lifeline import connect
+    from specmlx.distributed import FailedElsewhere
 
     rank, lifeline = group.rank(), connect(group)
     if lifeline is None and rank == 0:
         click.echo("the ranks can't watch one another on this backend: one that hangs is not noticed", err=True)
-    code, text = 0, ""
+    code, text, elsewhere = 0, "", False
     try:
         with _silent() if rank else contextlib.nullcontext():
             yield group
@@ -64,12 +65,15 @@ def joined() -> Iterator[Any]:
     except KeyboardInterrupt:
         code = 130
         raise
+    except FailedElsewhere:
+        code, elsewhere = 2, True
+        raise
     except BaseException as error:
         code, text = 2, str(error)
         raise
     finally:
         if lifeline is not None:
-            lifeline.end(code, text)
+            lifeline.end(code, text, elsewhere)
         elif rank and text:
             click.echo(f"Error: rank {rank}: {text}", err=True)
 

@@ -44,12 +44,15 @@ class Lifeline:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="specmlx-lifeline")
         self._thread.start()
 
-    def end(self, code: int, text: str = "") -> None:
-        """Tell the others that this rank ends. With an error, first wait a little for whoever knows a better reason."""
-        self._ending = True
+    def end(self, code: int, text: str = "", elsewhere: bool = False) -> None:
+        """Tell the others that this rank ends. With an error, first wait a little for whoever knows a better reason.
+
+        elsewhere: the reason is another rank's.
+        """
+        self._ending = not elsewhere
         if code and self.rank == 0:
             # A rank that is gone is the reason of errors here; the thread ends the process then.
-            self._stopped.wait(_GRACE * 2)
+            self._stopped.wait(_WAIT if elsewhere else _GRACE * 2)
         self._send(f"end {code} {' '.join(text.split())}\n")
         if code and self.rank:
             # The first rank ends too, and says why; where it is gone, the thread says so.
@@ -107,7 +110,8 @@ class Lifeline:
         gone = next((ended for ended in bad.values() if ended.code is None), None)
         if gone is None and self._ending:
             return
-        rank, ended = next(iter(bad.items()))
+        told = [each for each in bad.items() if each[1].text]
+        rank, ended = next(iter(told or bad.items()))
         code = 1 if gone else ended.code
         if gone is not None:
             line = f"Error: {gone.text}: the other processes end too\n"

@@ -99,10 +99,12 @@ class TemplateFlags:
 @contextlib.contextmanager
 def loading(name: str) -> Iterator[None]:
     """Say that a checkpoint is being loaded, and turn whatever that raises into an error with its name."""
+    from specmlx.distributed import FailedElsewhere
+
     with status(f"loading {name}"):
         try:
             yield
-        except (ValueError, OSError):
+        except (ValueError, OSError, FailedElsewhere):
             raise
         # Settings in a checkpoint may be of any type, and so may what reading them raises.
         except Exception as error:
