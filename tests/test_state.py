@@ -318,10 +318,10 @@ class NoConvRollback(Recurrent):
 class Reset(Recurrent):
     """Forgets S where a row was rejected."""
 
-    def advance(self, count, *rows):
+    def advance(self, count, *rows, **options):
         if count == self.conv_rows.shape[1]:
-            return super().advance(count, *rows)
-        return Recurrent(mx.zeros_like(self.S), self.conv).advance(0, *rows)
+            return super().advance(count, *rows, **options)
+        return Recurrent(mx.zeros_like(self.S), self.conv).advance(0, *rows, **options)
 
 
 class Faulty(LayerStates):
