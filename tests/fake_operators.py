@@ -7,7 +7,7 @@ import mlx.core as mx
 
 
 class Fake:
-    rows, by_rows, firm, fixed = (1, 4, 32), True, False, False
+    rows, by_rows, firm, fixed, together = (1, 4, 32), True, False, False, 136
 
     def __init__(self, *variants: str, name: str = "fake", slow_stock: bool = False):
         self.one_order = variants

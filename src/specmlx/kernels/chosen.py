@@ -1,6 +1,6 @@
 """Which kernels the layers of a model run: the choices, put into its layers in place."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +14,7 @@ from specmlx.formats.scaled_linear import (
     ScaledSwitchLinear,
 )
 from specmlx.kernels import linear
-from specmlx.kernels.choice import FIXED, LANES, STOCK, Choice, Chooser
+from specmlx.kernels.choice import FIXED, STOCK, Choice, Chooser
 from specmlx.kernels.choice.operators import EXPERTS, GATE_UP, QUANTIZED_MATMUL
 from specmlx.kernels.choice.serving import Serve, Served, consistent_factory, kernel_factory
 from specmlx.kernels.mlp import GatedMLP
@@ -65,7 +65,7 @@ def choose_kernels(
             chosen[_name(layer)] = choice
         elif chooser.consistent and (new := new or _FIXED.get(type(layer))):
             pairs = issubclass(new, (linear.FixedPairs, linear.ChosenSwitchLinear))
-            choice = Choice.same(EXPERTS if pairs else QUANTIZED_MATMUL, FIXED, times=LANES)
+            choice = Choice.same(EXPERTS if pairs else QUANTIZED_MATMUL, FIXED, together=True)
         if choice is not None and set(choice.by_rows) != {STOCK}:
             replaced.append((path, new.of(layer, choice, factory)))
     model.update_modules(tree_unflatten(replaced))
@@ -95,14 +95,24 @@ def _ask(model: nn.Module, serve: Serve) -> None:
             module.serve_by(serve)
 
 
-def mixed(chosen: dict[str, Choice]) -> str | None:
-    """One line on choices that differ by the number of rows; None if a row has one kernel in every pass."""
-    different = {shape: choice for shape, choice in chosen.items() if len(set(choice.by_rows)) > 1}
-    if not different:
+def mixed(chosen: dict[str, Choice], by_mlx: Sequence[str] = ()) -> str | None:
+    """One line on choices that differ by the number of rows; None if a row has one kernel in every pass.
+
+    by_mlx: operators that mlx runs, by other kernels for one row than for many.
+    """
+    different = [f"{shape} {choice}" for shape, choice in chosen.items() if len(set(choice.by_rows)) > 1]
+    found = different[:1] + ([f"{len(different) - 1} more"] if len(different) > 1 else [])
+    if by_mlx:
+        found.append(f"{' and '.join(by_mlx)} by mlx")
+    if not found:
         return None
-    shape, choice = next(iter(different.items()))
-    more = f", and {len(different) - 1} more" if len(different) > 1 else ""
-    return f"kernels by number of rows, which may round differently (consistent=True: one): {shape} {choice}{more}"
+    return f"kernels by number of rows, which may round differently (consistent=True: one): {', and '.join(found)}"
+
+
+def has_dense_products(model: nn.Module) -> bool:
+    """Whether mlx multiplies by a matrix of the model, embeddings left out, that is not packed."""
+    dense = _FIXED.keys() - {nn.Embedding}
+    return any(type(layer) in dense for layer in model.modules())
 
 
 def _choose_pairs(

@@ -40,6 +40,12 @@ class Attention(nn.Module):
         mx.eval(dict(self.rope))
         self._serve: Serve = kernel_factory
 
+    def on_kernel(self, dtype: mx.Dtype) -> bool:
+        """Whether a kernel of ours runs these heads over keys of this dtype."""
+        q, k = ((1, heads, 1, self.head_dim) for heads in (self.num_attention_heads, self.num_key_value_heads))
+        keys = Stored(mx.zeros(k, dtype))
+        return runs(mx.zeros(q, dtype), keys, keys, self._serve)
+
     def serve_by(self, serve: Serve) -> None:
         """Ask `serve` for the kernel of attention."""
         self._serve = serve

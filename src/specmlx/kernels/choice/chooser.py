@@ -11,9 +11,6 @@ from specmlx.kernels.choice.operator import FIXED, STOCK, Key, Operator, Outcome
 from specmlx.kernels.choice.race import NoRace, race
 from specmlx.kernels.choice.table import Table, entry_name
 
-# Lanes together have more rows than the race, and with `consistent` must not part from a lane alone.
-LANES = 8
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -23,8 +20,9 @@ class Choice:
     by_rows: tuple[str, ...]  # for 1, 2, ... rows
 
     @classmethod
-    def same(cls, operator: Operator, variant: str, times: int = 1) -> "Choice":
-        return cls(operator.name, (variant,) * (times * operator.rows[-1]))
+    def same(cls, operator: Operator, variant: str, together: bool = False) -> "Choice":
+        """One variant up to the last row count of a race, or up to that of many lanes together."""
+        return cls(operator.name, (variant,) * (operator.together if together else operator.rows[-1]))
 
     def variant(self, rows: int) -> str:
         return self.by_rows[rows - 1] if rows <= len(self.by_rows) else STOCK
@@ -94,7 +92,7 @@ class Chooser:
         if reason := self.off(operator):
             if self.consistent and self._available:
                 if operator.fixed:
-                    return Choice.same(operator, FIXED, times=LANES)
+                    return Choice.same(operator, FIXED, together=True)
                 raise ValueError(f"consistent needs the kernels of {operator.name}, which are off: {reason}")
             return Choice.same(operator, STOCK)
         outcome = self.table.entries.get(name) or self._raced(operator, key, name)
@@ -103,7 +101,7 @@ class Chooser:
             if variant == STOCK and not operator.fixed:
                 why = "; ".join(dict.fromkeys(outcome.dropped.values())) or self._no_race
                 raise ValueError(f"consistent needs a kernel for {name}, and none is used on {self.table.chip}: {why}")
-            return Choice.same(operator, FIXED if variant == STOCK else variant, times=LANES)
+            return Choice.same(operator, FIXED if variant == STOCK else variant, together=True)
         if not operator.by_rows:
             variants = operator.one_order if operator.firm else (*operator.one_order, STOCK)
             return Choice.same(operator, outcome.for_every_row_count(variants))

@@ -11,7 +11,7 @@ from specmlx.kernels.accept import reference as accept_reference
 from specmlx.kernels.attention import metal as attention_metal
 from specmlx.kernels.attention import reference as attention_reference
 from specmlx.kernels.attention.reference import Stored
-from specmlx.kernels.choice.operator import Key
+from specmlx.kernels.choice.operator import TOGETHER, Key
 from specmlx.kernels.draft_head import metal as head_metal
 from specmlx.kernels.draft_head import reference as head_reference
 from specmlx.kernels.gated_delta import metal as delta_metal
@@ -42,6 +42,7 @@ class Decoding:
     by_rows: ClassVar[bool] = False
     firm: ClassVar[bool] = False
     fixed: ClassVar[bool] = False
+    together: ClassVar[int] = TOGETHER
 
     @property
     def address(self) -> str:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 STOCK = "stock"
 FIXED = "stock-32"  # stock mlx on a fixed number of rows: one kernel of its for few rows and for fewer
+TOGETHER = 32 * 17  # rows of a pass: 32 lanes of the widest block
 Key = Mapping[str, Any]  # shape, format and dtype, as JSON can hold them
 
 
@@ -18,7 +19,8 @@ class Operator(Protocol):
     name: as `specmlx kernels` shows it. address: "module:attribute", from where the child process imports it.
     one_order: the variants that give a row the same bits whatever the number of rows. rows: the row counts to race.
     by_rows: whether row counts may be served by different variants. firm: whether a kernel of ours that is right serves
-    whatever the race says. fixed: whether stock mlx can be held to one kernel, as FIXED.
+    whatever the race says. fixed: whether stock mlx can be held to one kernel, as FIXED. together: how many rows lanes
+    have together at most, none of which must part from its lane alone.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Operator(Protocol):
     by_rows: bool
     firm: bool
     fixed: bool
+    together: int
 
     def variants(self, key: Key) -> tuple[str, ...]:
         """Our kernels that take it."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from specmlx.kernels.choice.decoding import ACCEPT, ATTENTION, DRAFT_HEAD, GATED_DELTA
-from specmlx.kernels.choice.operator import STOCK, Key, Operator
+from specmlx.kernels.choice.operator import STOCK, TOGETHER, Key, Operator
 from specmlx.kernels.experts import gather_by_expert
 from specmlx.kernels.gate_up import Matrix, gate_up
 from specmlx.kernels.quantized_matmul import quantized_matmul, reference
@@ -38,6 +38,7 @@ class QuantizedMatmul:
     by_rows: bool = True
     firm: bool = False
     fixed: bool = True
+    together: int = TOGETHER
     factory: Callable = mx.fast.metal_kernel
 
     @property
@@ -118,6 +119,8 @@ class Experts:
     by_rows: bool = True
     firm: bool = False
     fixed: bool = True
+    # Ten experts a row.
+    together: int = 10 * TOGETHER
     factory: Callable = mx.fast.metal_kernel
 
     def variants(self, key: Key) -> tuple[str, ...]:
@@ -171,6 +174,7 @@ class GateUp:
     by_rows: bool = True
     firm: bool = False
     fixed: bool = True
+    together: int = TOGETHER
     factory: Callable = mx.fast.metal_kernel
 
     @property
