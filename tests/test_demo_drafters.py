@@ -60,7 +60,7 @@ def test_lanes_of_a_batch_are_given_what_they_would_be_alone(name, demo, plain):
     assert together.stats.passes < max(map(len, alone))
 
 
-@pytest.mark.parametrize("name", ["demo/dflash2", "demo/dspark"])
+@pytest.mark.parametrize("name", ["demo/dflash", "demo/dflash2", "demo/dspark", "demo/mtp"])
 def test_projections_in_8_bits_propose_the_same_tokens_in_95_percent_of_200_blocks_slots(name, demo):
     target, tokenizer = demo
     answers = [tokenizer.encode(example.answer, add_special_tokens=False) for example in held_out_examples(3)]
