@@ -112,10 +112,12 @@ def test_consistent_gives_the_plain_text_and_the_default_choice_parts_at_a_margi
 
     prompts = [rig.tokens(seed, 5, vocab=282)[0].tolist() for seed in range(2)]
     found = {True: [], False: []}
-    rows = verdicts_by_choice(choose, lambda: verdicts(model, tokenizer, prompts, {"ngram": NGram(3)}, 8))
+    told = []
+    rows = verdicts_by_choice(lambda: verdicts(model, tokenizer, prompts, {"ngram": NGram(3)}, 8), choose, told.append)
     for consistent, row in rows:
         found[consistent].append(row["ngram"])
     assert all(verdict.passed for verdict in found[True])
+    assert not told
     parted = [verdict.difference for verdict in found[False] if not verdict.identical]
     assert parted and all(difference.margin is not None for difference in parted)
     proof, beside = parity_report.summary({"ngram": found[True]}, {"ngram": found[False]})

@@ -49,6 +49,21 @@ def test_totals_add_up_rounds_and_histograms_of_different_lengths():
     assert sums.acceptance_length == 8 / 5
 
 
+def test_without_consistent_kernels_the_default_choice_is_what_counts():
+    row, told, chosen = {"DFlash": Verdict(5, None, STATS)}, [], []
+
+    def choose(consistent):
+        chosen.append(consistent)
+        if consistent:
+            raise ValueError("consistent can't be had")
+
+    assert list(parity.verdicts_by_choice(lambda: [row], choose, told.append)) == [(True, row)]
+    assert chosen == [True, False] and told == ["not with --consistent: consistent can't be had"]
+    assert list(parity.verdicts_by_choice(lambda: [row], None, told.append)) == [(True, row)]
+    both = list(parity.verdicts_by_choice(lambda: [row], chosen.append, told.append))
+    assert both == [(True, row), (False, row)] and len(told) == 1
+
+
 def test_the_margin_is_that_of_the_two_best():
     assert parity.top_2_margin(mx.array([0.5, -1.0, 2.0, 1.25])) == 0.75
     assert parity.top_2_margin(mx.array([2.0, 1.0, 2.0], dtype=mx.bfloat16)) == 0

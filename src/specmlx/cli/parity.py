@@ -3,7 +3,7 @@
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -74,7 +74,9 @@ def parity(
         model, tokenizer = files.load(
             "auto" if "auto" in draft_model else None, drafting=drafting if "auto" in draft_model else None
         )
-        from specmlx.receipts.parity import verdicts
+        from specmlx.kernels.backend import on_metal
+        from specmlx.loading import choose_kernels
+        from specmlx.receipts.parity import verdicts, verdicts_by_choice
 
         drafters = _drafters(model, draft_model, num_draft_tokens, drafting)
         ids = [template.ids(tokenizer, text) for text in texts]
@@ -92,7 +94,8 @@ def parity(
 
         results: dict[str, list] = {}
         default: dict[str, list] = {}
-        for proof, row in _by_choice(model, target.consistent, run):
+        choose = partial(choose_kernels, model) if on_metal() and not target.consistent else None
+        for proof, row in verdicts_by_choice(run, choose, partial(click.echo, err=True)):
             for name, verdict in row.items():
                 found = (results if proof else default).setdefault(name, [])
                 found.append(verdict)
@@ -107,28 +110,6 @@ def parity(
                 click.echo(line, file=out)
     passed = all(verdict.passed for found in results.values() for verdict in found)
     click.get_current_context().exit(0 if passed else 1)
-
-
-def _by_choice(
-    model: Any, consistent: bool, run: "Callable[[], Iterator[dict[str, Verdict]]]"
-) -> "Iterator[tuple[bool, dict[str, Verdict]]]":
-    """Rows of verdicts, and whether they are the proof: on Metal those of `consistent`, elsewhere all."""
-    from specmlx.kernels.backend import on_metal
-    from specmlx.loading import choose_kernels
-    from specmlx.receipts.parity import verdicts_by_choice
-
-    if consistent or not on_metal():
-        yield from ((True, row) for row in run())
-        return
-    try:
-        choose_kernels(model, consistent=True)
-    except ValueError as why:
-        # Said, and the default choice is what counts.
-        click.echo(f"not with --consistent: {why}", err=True)
-        choose_kernels(model)
-        yield from ((True, row) for row in run())
-        return
-    yield from verdicts_by_choice(partial(choose_kernels, model), run)
 
 
 def _check(

@@ -103,17 +103,27 @@ def verdicts(
 
 
 def verdicts_by_choice(
-    choose: Callable[[bool], None], run: Callable[[], Iterable[dict[str, Verdict]]]
+    run: Callable[[], Iterable[dict[str, Verdict]]], choose: Callable[[bool], None] | None, tell: Callable[[str], None]
 ) -> Iterator[tuple[bool, dict[str, Verdict]]]:
-    """On Metal: what `run` yields with one kernel for every number of rows (True), then by the default choice (False).
+    """What `run` yields, and whether it is the proof.
 
-    choose: puts the kernels into the model, by that value. Text with a drafter has to be the plain one in the former;
-    how far it is in the latter is shown beside it. Raises ValueError, before anything has run, where `choose` does.
+    choose: on Metal, puts kernels into the model, for every number of rows the same ones (True) or the default choice
+    (False). Text with a drafter has to be the plain one by the former; how far it is by the latter comes behind it.
+    Where the former can't be had, `tell` takes why, and the default choice is what counts; so it is without `choose`.
     """
-    for consistent in (True, False):
-        choose(consistent)
+    if choose is not None:
+        try:
+            choose(True)
+        except ValueError as why:
+            tell(f"not with --consistent: {why}")
+            choose(False)
+            choose = None
+    for row in run():
+        yield True, row
+    if choose is not None:
+        choose(False)
         for row in run():
-            yield consistent, row
+            yield False, row
 
 
 def decode(
