@@ -6,11 +6,14 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+import rig
 
 from specmlx.kernels.attention import metal as attention
 from specmlx.kernels.backend import on_metal
+from specmlx.kernels.choice import FIXED, Chooser, Outcome, Table
 from specmlx.kernels.choice.child import check
 from specmlx.kernels.choice.operators import GATE_UP, OPERATORS, QUANTIZED_MATMUL
+from specmlx.kernels.chosen import choose_kernels
 from specmlx.kernels.gated_delta import Tape, metal
 
 FORMATS = {
@@ -121,3 +124,24 @@ def test_a_positions_attention_has_the_same_bits_alone_and_among_others(factory)
     together = rows(0, 17)
     for first, count in ((0, 1), (3, 5), (8, 9), (16, 1)):
         assert mx.array_equal(rows(first, count), together[:, :, first : first + count]), (first, count)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("form", ["A", "AX", "B", "V", FIXED, "bf16"])
+def test_a_consistent_models_rows_have_the_same_bits_alone_and_together(factory, form, kind, tmp_path):
+    sizes = dict(num_hidden_layers=2, full_attention_interval=2, head_dim=64)
+    if kind == "experts":
+        if form == "bf16" and not on_metal():
+            pytest.skip("mlx's CPU multiplies experts that are not packed in float32 only")
+        sizes |= rig.EXPERTS | {"moe_intermediate_size": 64}
+    model = rig.tiny(dtype=mx.bfloat16, bits=None if form == "bf16" else 4, group_size=64, **sizes)
+    outcome = Outcome() if form == FIXED else Outcome({1: {form: 1.0, "A": 2.0}, 32: {form: 1.0, "A": 2.0}})
+    table = Table.read(tmp_path / "kernels.json", "this chip")
+    chooser = Chooser(table=table, race=lambda *_: outcome, available=True, consistent=True)
+    choose_kernels(model, mx.bfloat16, chooser, factory, serve=lambda *_, **__: factory)
+    ids, states, alone = rig.tokens(1, 9), model.new_states(), []
+    together = model.verify(model.new_states(), ids).logits
+    for t in range(ids.shape[1]):
+        alone.append(model.verify(states, ids[:, t : t + 1]).logits)
+        states.commit(1)
+    assert mx.array_equal(mx.concatenate(alone, axis=1), together)
