@@ -197,6 +197,9 @@ def test_layers_whose_rows_are_not_what_they_return_first_have_no_taps():
     layer.__class__ = Pair
     states = model.new_states()
     with pytest.raises(ValueError, match="returns a tuple, not its rows: no taps there"):
+        # As training begins.
+        model.scored(tokens(1, 2), (1,))
+    with pytest.raises(ValueError, match="returns a tuple, not its rows: no taps there"):
         model.verify(states, tokens(1, 3), (1,))
     assert states.length == 0
 
