@@ -16,6 +16,8 @@ from specmlx.kernels.choice.operator import STOCK, Operator, import_operator
 # Weights are copied until no cache holds them all, and every run goes through the copies.
 ROTATED_BYTES, MAX_COPIES = 512 * 2**20, 64
 REPEATS = 5
+# A variant that takes so many times as long as the fastest at its first run is not run again for that row count.
+HOPELESS = 4.0
 
 
 def say(**step: Any) -> None:
@@ -57,6 +59,8 @@ def race(operator: Operator, key: dict, rows: tuple[int, ...], variants: list[st
         seconds: dict[str, list[float]] = {variant: [] for variant in variants}
         for repeat in range(REPEATS + 1):
             for variant in variants if repeat % 2 else reversed(variants):
+                if repeat > 1 and seconds[variant][0] > HOPELESS * min(times[0] for times in seconds.values()):
+                    continue
                 say(start=variant)
                 begun = time.perf_counter()
                 mx.eval([operator.run(variant, x) for x in inputs])
