@@ -10,13 +10,19 @@ from hashlib import blake2b
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from specmlx.formats.cache import cache_directory
 
-# A round that takes longer than this times what was expected tells little more than that: something else was running.
-_OUTLIER = 2.0
-# Of so many first rounds of a width that was never measured, the first apart, the quickest counts.
-_QUICKEST = 4
+# Standard deviations of logarithms of seconds.
+# Of one round, until rounds have told it; at least and at most.
+_ROUND, _LEAST, _MOST = 0.12, 0.05, 0.6
+# Of the machine's speed from one request to another, and from one round to the next.
+_REQUEST, _DRIFT = 2.0, 0.03
+# Of a width measured once, of one from a table that doesn't say; what it grows by with each round, and how far.
+_ONCE, _KNOWN, _AGING, _OLDEST = 0.3, 0.2, 0.004, 0.4
+# A round is off by chance up to so many deviations, which the last so many rounds tell.
+_LIMIT, _LAST = 2.0, 16
 # A round of w drafted tokens is held to no more than w + this times a plain one: what is wrong beyond that, by whatever
 # accident, is put right by trying it.
 _DEAREST = 3
@@ -25,76 +31,133 @@ _DEAREST = 3
 class Costs:
     """Seconds of a round by width, learnt from rounds that took place.
 
-    A width's first round isn't measured: it may have compiled kernels; of the next few the quickest counts. Speed as a
-    whole, which heat, other programs and long contexts change, is followed quickly and for all widths together; how
-    widths compare, slowly. No width is held to be dearer than a wider one, nor by more than its rows than a narrower
-    one, so that a round in which something else was running does not rule a width out.
+    A round's logarithm is the machine's speed now, which heat, other programs and long contexts change, and the
+    width's own, which stays: both are followed by a Kalman filter (Kalman 1960), so that a request whose rounds all
+    have one width tells how fast the machine is, and nothing of the other widths. A round can be slow by accident, not
+    quick: what is too slow counts as far as chance goes, what is too quick shows that something was held wrongly.
+    An unknown width's first round isn't measured: it may have compiled kernels. No width is held to be dearer than a
+    wider one, nor by more than its rows than a narrower one.
 
     survival: how often each slot survived, on average over requests; empty if that is not known.
-    credit: plain rounds' worth of trying other widths that earlier requests left unspent.
+    credit: plain rounds' worth of trying other widths that earlier requests left unspent; below 0, took in advance.
+    since_plain: rounds since a plain one, those of earlier requests too.
     """
 
-    def __init__(self, seconds: Mapping[int, float] | None = None, survival: Sequence[float] = (), credit: float = 0.0):
-        self._shape: dict[int, float] = dict(seconds or {})
-        self._from_before = frozenset(self._shape)
+    def __init__(
+        self,
+        seconds: Mapping[int, float] | None = None,
+        survival: Sequence[float] = (),
+        credit: float = 0.0,
+        since_plain: int = 0,
+        doubts: Mapping[int, float] | None = None,
+    ):
+        """doubts: standard deviations of the logarithms of `seconds`."""
         self.survival = list(survival)
         self.credit = credit
-        self._speed = 1.0
-        self._rounds: dict[int, int] = {}
-        self._clock = 0
-        self._measured: dict[int, int] = {}
+        self.since_plain = since_plain
+        self._widths = sorted(seconds or {})
+        # The machine's speed, then the widths in the order in which they became known.
+        self._mean = np.array([0.0, *(math.log(seconds[width]) for width in self._widths)])
+        known = [(doubts or {}).get(width, _KNOWN) for width in self._widths]
+        self._variance = np.diag([_REQUEST**2, *(doubt**2 for doubt in known)])
+        self._round = _ROUND
+        self._table: dict[int, float] | None = None
+        self._begun: set[int] = set()
+        self._seen: set[int] = set()
 
     def known(self, width: int) -> bool:
         """Whether a round of this width was ever measured."""
-        return width in self._shape
+        return width in self._widths
 
     def begun(self, width: int) -> bool:
         """Whether this width's first round, which isn't measured, is over."""
-        return self._rounds.get(width, 0) > 0
-
-    def age(self, width: int) -> float:
-        """Rounds since this width was measured; infinite where that was in an earlier request."""
-        return self._clock - self._measured[width] if width in self._measured else math.inf
+        return width in self._begun or self.known(width)
 
     def observe(self, width: int, seconds: float) -> None:
         """A round of `width` took `seconds`."""
-        self._clock += 1
-        n = self._rounds[width] = self._rounds.get(width, 0) + 1
-        if n == 1:
+        if not self.begun(width):
+            self._begun.add(width)
             return
-        self._measured[width] = self._clock
-        if width not in self._shape:
-            self._shape[width] = seconds / self._speed
+        variance = self._variance
+        own = np.diagonal(variance)[1:]
+        self._table = None
+        variance[np.diag_indices_from(variance)] += np.append(_DRIFT**2, np.where(own < _OLDEST**2, _AGING**2, 0.0))
+        if width not in self._widths:
+            self._add(width, seconds)
             return
-        off = math.log(seconds / (self._shape[width] * self._speed))
-        # Not where it is known from before: each request's luck would make all other widths dearer for ever.
-        if n <= _QUICKEST and off < 0 and width not in self._from_before:
-            self._shape[width] *= math.exp(off)
-            return
-        off = max(-math.log(_OUTLIER), min(math.log(_OUTLIER), off))
-        self._speed *= math.exp(0.2 * off)
-        # The first few rounds are averaged.
-        self._shape[width] *= math.exp(max(0.05, 1 / n) * (1 - 0.2) * off)
+        self._follow(width, math.log(seconds))
+
+    def _add(self, width: int, seconds: float) -> None:
+        """A width that was never measured, now known by one round alone."""
+        if not self._widths:
+            # Speed is told in terms of this request's.
+            self._variance[0, 0] = 0.0
+        self._widths.append(width)
+        self._mean = np.append(self._mean, math.log(seconds) - self._mean[0])
+        grown = np.pad(self._variance, (0, 1))
+        # It is as far off as speed is, the other way.
+        grown[-1, :-1] = grown[:-1, -1] = -self._variance[0]
+        grown[-1, -1] = self._variance[0, 0] + _ONCE**2
+        self._variance = grown
+
+    def _follow(self, width: int, found: float) -> None:
+        index, noise = 1 + self._widths.index(width), self._round**2
+        variance, off = self._variance, found - self._mean[0] - self._mean[index]
+        alone = self._seen <= {width}
+        chance = variance[0, 0] + variance[index, index] + 2 * variance[0, index]
+        limit = _LIMIT * math.sqrt(chance + noise)
+        # What is left once the means have moved; 1.25 times the mean size of a normal variable is its deviation.
+        left = 1.25 * min(abs(off), limit) * math.sqrt(noise / (chance + noise))
+        self._round += (min(max(left, _LEAST), _MOST) - self._round) / _LAST
+        if off > limit:
+            # The farther, the less it says.
+            off = limit * limit / off
+        elif off < -limit:
+            # A width was wrongly held to be dear, where others have told how fast the machine is; or it is faster now.
+            wrong = 0 if alone or width in self._seen else index
+            variance[wrong, wrong] += (off / _LIMIT) ** 2
+            chance += (off / _LIMIT) ** 2
+        self._seen.add(width)
+        toward = variance[0] + variance[index]
+        gain = toward / (chance + noise)
+        if alone:
+            # There is nothing that it could be compared with (a Schmidt-Kalman filter: its doubt counts all the same).
+            gain[1:] = 0
+        self._mean = self._mean + gain * off
+        both = np.outer(gain, toward)
+        self._variance = variance - both - both.T + (chance + noise) * np.outer(gain, gain)
 
     def seconds(self, most: int) -> list[float]:
         """Seconds of a round of width 0..most; between and beyond the known ones along straight lines."""
-        fitted = self._fitted()
-        return [self._speed * _at(fitted, width) for width in range(most + 1)]
+        known = self.table()
+        return [_at(known, width) for width in range(most + 1)]
 
     def table(self) -> dict[int, float]:
         """The known widths' seconds, as `Costs` takes them."""
-        return {width: self._speed * each for width, each in sorted(self._fitted().items())}
-
-    def _fitted(self) -> dict[int, float]:
-        fitted, least = {}, math.inf
-        for width in sorted(self._shape, reverse=True):
-            fitted[width] = least = min(least, self._shape[width])
+        if self._table is not None:
+            return self._table
+        each = np.exp(self._mean[0] + self._mean[1:]).tolist()
+        seconds, least = dict(zip(self._widths, each, strict=True)), math.inf
+        fitted = {}
+        for width in sorted(seconds, reverse=True):
+            fitted[width] = least = min(least, seconds[width])
         if 0 in fitted:
             fitted = {w: min(each, (w + _DEAREST) * fitted[0]) if w else each for w, each in fitted.items()}
         for width in sorted(fitted):
             narrower = [fitted[w] * (width + 1) / (w + 1) for w in fitted if 0 < w < width]
             fitted[width] = min([fitted[width], *narrower])
-        return fitted
+        self._table = dict(sorted(fitted.items()))
+        return self._table
+
+    def doubts(self) -> dict[int, float]:
+        """Standard deviations of the logarithms of `table`, the machine's speed now apart."""
+        own = np.minimum(np.sqrt(np.diagonal(self._variance)[1:]), _OLDEST).tolist()
+        return dict(zip(self._widths, own, strict=True))
+
+    def doubt(self, width: int, than: int = 0) -> float:
+        """Standard deviation of the logarithm of how a width's seconds compare with another's; both are known."""
+        here, there, variance = 1 + self._widths.index(width), 1 + self._widths.index(than), self._variance
+        return math.sqrt(max(0.0, variance[here, here] + variance[there, there] - 2 * variance[here, there]))
 
 
 def _at(known: Mapping[int, float], width: int) -> float:
@@ -125,14 +188,15 @@ def load(file: Path) -> Costs:
     """What an earlier process measured; nothing where the file is missing or is no table of seconds."""
     try:
         kept = json.loads(file.read_text())
-        seconds = {int(width): float(each) for width, each in kept["seconds"].items()}
-        survival = [float(chance) for chance in kept.get("survival", [])]
-        credit = float(kept.get("credit", 0.0))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        seconds, doubts = ({int(w): float(each) for w, each in kept[name].items()} for name in ("seconds", "doubts"))
+        survival = [float(chance) for chance in kept["survival"]]
+        credit, since_plain = float(kept["credit"]), int(kept["since_plain"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return Costs()
     fine = all(width >= 0 and 0 < each < math.inf for width, each in seconds.items())
-    fine = fine and all(0 <= chance <= 1 for chance in survival) and 0 <= credit < math.inf
-    return Costs(seconds, survival, credit) if fine else Costs()
+    fine = fine and all(0 <= each <= _OLDEST for each in doubts.values()) and since_plain >= 0
+    fine = fine and all(0 <= chance <= 1 for chance in survival) and math.isfinite(credit)
+    return Costs(seconds, survival, credit, since_plain, doubts) if fine else Costs()
 
 
 def save(file: Path, costs: Costs) -> None:
@@ -143,6 +207,7 @@ def save(file: Path, costs: Costs) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all, where two processes write it.
         new = file.with_name(f"{file.name}.{os.getpid()}")
-        kept = {"seconds": costs.table(), "survival": costs.survival, "credit": costs.credit}
+        kept = {"seconds": costs.table(), "doubts": costs.doubts()}
+        kept |= {name: getattr(costs, name) for name in ("survival", "credit", "since_plain")}
         new.write_text(json.dumps(kept))
         new.replace(file)

@@ -15,17 +15,22 @@ FULL = "full"
 
 # Another width has to promise this much more before it is taken, since estimates are noisy.
 HYSTERESIS = 1.04
+# How many standard deviations dearer, compared with a plain round, a width is held to be.
+CAUTION = 0.5
 # Below this times plain decoding's speed, a width is left for it.
 WORTHWHILE = 1.02
 # What trying other widths may cost, as a share of all the work. That share of so many plain rounds is lent for a start,
 # where nothing is known and where something is.
 CALIBRATION, LENT, LENT_AGAIN = 0.02, 50, 10
-# Plain rounds' worth of it that short requests may leave to later ones.
-MOST_CREDIT = 12.0
-# Rounds after which plain decoding is measured again while drafting gains less than `SURE` times.
-STALE, SURE = 48, 1.3
-# Rounds after which another width's cost is no longer sure.
-OLD = 100
+# So much of what drafting has gained may be spent on trying, too.
+FROM_GAINS = 0.05
+# Plain rounds' worth of it that short requests may leave to later ones, and may take from them.
+MOST_CREDIT, MOST_DEBT = 12.0, 2.0
+# Rounds after which plain decoding is measured again while drafting gains less than `SURE` times, and otherwise: rounds
+# that all draft can't tell a slower machine from a plain round that was held to be too dear.
+STALE, LONG_STALE, SURE = 48, 192, 1.3
+# From this standard deviation of the logarithm on, how another width compares with the chosen one is not sure.
+DOUBTFUL = 0.15
 # A request's first rounds count as trying: they go by what earlier requests were like.
 FIRST = 8
 # How likely a slot is thought to survive before anything is known of it.
@@ -150,11 +155,11 @@ class AutoWidth:
         self._observed = 0
         self.current: int | None = None
         self._work = 0.0
-        self._spent = 0.0
+        self._spent = self._gained = 0.0
         self._credit = self.costs.credit
         self._lent = LENT_AGAIN if self.costs.known(0) else LENT
-        self._wait, self._waited = FIRST_WAIT, 0
-        self._since_plain = 0
+        self._wait, self._waited, self._paid = FIRST_WAIT, 0, 0
+        self._since_plain = self.costs.since_plain
         # Widths that are tried in the next rounds, and those under way.
         self._next: list[int] = []
         self._trying: list[int] = []
@@ -163,12 +168,13 @@ class AutoWidth:
         """Write what was learnt to the file."""
         if self.file is None:
             return
-        if self.survival.trials >= FIRST:
-            found, before = self.survival.estimates(), self.survival.prior
-            self.costs.survival = [0.6 * a + 0.4 * b for a, b in zip(before, found, strict=True)]
+        weight = 0.4 * min(1.0, self.survival.trials / FIRST)
+        pairs = zip(self.survival.prior, self.survival.estimates(), strict=True)
+        self.costs.survival = [(1 - weight) * before + weight * found for before, found in pairs]
         if self.costs.known(0):
-            left = self._credit + (CALIBRATION * self._work - self._spent) / self.costs.seconds(0)[0]
-            self.costs.credit = min(max(left, 0.0), MOST_CREDIT)
+            left = self._credit + (self._allowed(0) - self._spent) / self.costs.seconds(0)[0]
+            self.costs.credit = min(max(left, -MOST_DEBT), MOST_CREDIT)
+        self.costs.since_plain = self._since_plain
         save(self.file, self.costs)
 
     @property
@@ -189,9 +195,11 @@ class AutoWidth:
         seconds = self.costs.seconds(self.most)
         survival = self.survival.estimates()
         known = [width for width in range(self.most + 1) if self.costs.known(width)]
-        measured = [seconds[width] if width in known else math.inf for width in range(self.most + 1)]
+        measured = [math.inf] * (self.most + 1)
+        for width in known:
+            measured[width] = seconds[width] * math.exp(CAUTION * self.costs.doubt(width))
         self.current = best_width(measured, survival, self.current if self.current in known else 0)
-        self._waited = self._waited + 1 if self.current == 0 else 0
+        self._waited, self._paid = (0, self._paid + 1) if self.current else (self._waited + 1, 0)
         self._since_plain += 1
         if not self._next and not self._trying:
             self._next = self._trial(known, seconds, measured, survival)
@@ -214,8 +222,12 @@ class AutoWidth:
         self._work += seconds
         self.costs.observe(width, seconds)
         self._observed += 1
-        if (tried or (width and self._observed <= FIRST)) and self.costs.known(0):
-            self._spent += max(0.0, usual - (accepted + 1) * self.costs.seconds(0)[0])
+        if not self.costs.known(0):
+            return
+        gained = (accepted + 1) * self.costs.seconds(0)[0] - usual
+        self._gained += gained
+        if tried or (width and self._observed <= FIRST):
+            self._spent = max(0.0, self._spent - gained)
 
     def _trial(self, known, seconds, measured, survival) -> list[int]:
         """Widths to try in the next rounds: one that was never measured, drafting again, or plain decoding again."""
@@ -226,12 +238,13 @@ class AutoWidth:
         if self.current == 0:
             again = self._retried(measured) if self._waited > self._wait else None
             return [] if again is None else [again] * 3
-        self._wait = FIRST_WAIT
+        if self._paid > FIRST:
+            self._wait = FIRST_WAIT
         gain = expected_tokens(survival, self.current) / seconds[self.current] * seconds[0]
-        return [0] if self._since_plain > STALE and gain < SURE else []
+        return [0] if self._since_plain > (STALE if gain < SURE else LONG_STALE) else []
 
     def _untried(self, known: list[int], seconds: list[float], survival: list[float]) -> int | None:
-        """A width that was not measured lately and would pay if it takes less than it is held to: costs go in steps.
+        """A width that is not surely known and would pay if it takes less than it is held to: costs go in steps.
 
         Next to a known width no more than that one, else half-way between that one and what is expected.
         """
@@ -239,7 +252,7 @@ class AutoWidth:
         widest = known[-1]
         hopeful = []
         for width in range(1, min(self.most, 2 * widest + 1) + 1):
-            if width in known and (width == self.current or self.costs.age(width) < OLD):
+            if width in known and (width == self.current or self.costs.doubt(width, self.current) < DOUBTFUL):
                 continue
             below = max(w for w in known if w < width)
             least = seconds[below] if below == width - 1 else (seconds[below] + seconds[width]) / 2
@@ -260,7 +273,11 @@ class AutoWidth:
     def _affords(self, seconds: float, tokens: float) -> bool:
         plain = self.costs.seconds(0)[0]
         loss = max(0.0, seconds - tokens * plain)
-        return self._spent + loss <= CALIBRATION * (self._work + self._lent * plain) + self._credit * plain
+        return self._spent + loss <= self._allowed(self._lent * plain) + self._credit * plain
+
+    def _allowed(self, lent: float) -> float:
+        """Seconds that trying other widths may take."""
+        return CALIBRATION * (self._work + lent) + FROM_GAINS * max(0.0, self._gained)
 
 
 def _decayed(memory: tuple[float, float], decay: float, survived: bool) -> tuple[float, float]:
