@@ -73,6 +73,14 @@ DRAFTERS = (
         ("dspark_yarn",),
     ),
     Row(
+        "DSpark of Qwen 3.5's layers (`Qwen35DSparkModel`: gated attention, norms as w − 1, tables of its own)",
+        "loads; mlx-dspark's logits within 3e-5",
+        "mlx-dspark 0.20.3's code; the files by hand, from the published keys",
+        ("test_qwen35::test_proposals_are_those_of_mlx_dspark",),
+        ("test_qwen35::test_what_can_not_be_run_is_refused_in_one_line",),
+        "qwen35",
+    ),
+    Row(
         "speculators DFlash (also of a reduced vocabulary)",
         "loads; the logits of the package's forward pass of training within 3e-5",
         "speculators 0.9.0",
@@ -208,12 +216,12 @@ DRAFTERS = (
         cases=("dflash_full", "dspark"),
     ),
     Row(
-        "`Qwen35DSparkModel`, EAGLE-3 and other architectures; attention sinks, `use_swa`, log-SNR conditioning, GPTQ",
+        "EAGLE-3 and other architectures; attention sinks, `use_swa`, log-SNR conditioning, GPTQ",
         "refused by name",
         "by hand, from the published keys",
         (),
         (UNKNOWN,),
-        cases=("Qwen35DSparkModel", "LlamaEagle3", "use_swa", "attention_sink_bias", "log_snr_conditioning", "gptq"),
+        cases=("LlamaEagle3", "use_swa", "attention_sink_bias", "log_snr_conditioning", "gptq"),
     ),
 )
 

@@ -88,6 +88,7 @@ FILES = {
     },
     **{f"speculators {name}": (copied(GOLDENS / "speculators" / name), speculators_target) for name in PACKAGES},
     **{f"gemma4 {name}": (copied(GOLDENS / "gemma4" / name), gemma4_target) for name in ("shared", "values")},
+    "qwen35": (copied(GOLDENS / "qwen35"), gemma4_target),
     "lithos nvfp4": (nvfp4_file, golden_target),
     "lfm2, its own table": (lambda path: lfm2_file(path, TABLES[0]), golden_target),
     "lfm2, a head beside it": (lambda path: lfm2_file(path, *TABLES), golden_target),

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from specmlx.drafters.checkpoint import load_drafter
-from specmlx.drafters.config import DFLASH, DFLASH2, FULL, GEMMA4, SLIDING, DrafterConfig, is_language_model
+from specmlx.drafters.config import DFLASH, DFLASH2, FULL, GEMMA4, QWEN35, SLIDING, DrafterConfig, is_language_model
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.formats.checkpoint import read_config, safetensors, weight_files
@@ -121,6 +121,8 @@ def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any
         raise ValueError(f"the drafter's layers have windows {sorted(windows)}: one config.json can't say that")
     if parsed.family == GEMMA4:
         architecture = "Gemma4DSparkModel"
+    elif parsed.family == QWEN35:
+        architecture = "Qwen35DSparkModel"
     elif parsed.frozen_copies:
         architecture = "Qwen3DSparkModel"
     plain = {
@@ -136,6 +138,9 @@ def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any
         "dflash_config": {name: getattr(parsed, name) for name in nested},
         **{key: config[key] for key in ("quantization", "quantization_config") if config.get(key)},
     }
+    if parsed.family == QWEN35:
+        plain["enable_qwen35_gated_q_proj"] = parsed.gated_attention
+        plain["rope_parameters"]["partial_rotary_factor"] = (parsed.rope_dims or parsed.head_dim) / parsed.head_dim
     if parsed.family == GEMMA4:
         plain |= {"attention_k_eq_v": parsed.attention_k_eq_v, "global_head_dim": parsed.head_dim}
         plain |= {"num_global_key_value_heads": parsed.num_key_value_heads}

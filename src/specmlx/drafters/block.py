@@ -20,7 +20,8 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         D, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         bias = config.attention_bias
-        self.q_proj = nn.Linear(D, heads * self.head_dim, bias=bias)
+        self.gated = config.gated_attention
+        self.q_proj = nn.Linear(D, heads * self.head_dim * (2 if self.gated else 1), bias=bias)
         self.k_proj = nn.Linear(D, kv_heads * self.head_dim, bias=bias)
         if not config.attention_k_eq_v:
             self.v_proj = nn.Linear(D, kv_heads * self.head_dim, bias=bias)
@@ -28,7 +29,7 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.rope = Rotary(
-            self.head_dim,
+            config.rope_dims or self.head_dim,
             config.rope_theta,
             config.rope_scaling,
             config.max_position_embeddings,
@@ -56,11 +57,21 @@ class Attention(nn.Module):
         """Rows `[B, R, hidden]`, plus `residual`."""
         B, R, _ = x.shape
         queries, *projected = products(x, self.q_proj, *self._sources())
+        queries, gate = self._gate(queries)
         queries = self.q_norm(queries.reshape(B, R, -1, self.head_dim))
         queries = self.rope(queries, positions).transpose(0, 2, 1, 3)
         keys, values = join(*self._keys_values(projected, positions))
         o = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
-        return added(residual, self.o_proj, o.transpose(0, 2, 1, 3).reshape(B, R, -1))
+        o = o.transpose(0, 2, 1, 3).reshape(B, R, -1)
+        return added(residual, self.o_proj, o if gate is None else o * mx.sigmoid(gate))
+
+    def _gate(self, queries: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Queries and the gates `[B, R, H * D]` beside them, head by head, if there are any."""
+        if not self.gated:
+            return queries, None
+        B, R, _ = queries.shape
+        queries, gate = mx.split(queries.reshape(B, R, -1, 2 * self.head_dim), 2, axis=-1)
+        return queries, gate.reshape(B, R, -1)
 
 
 class Layer(nn.Module):

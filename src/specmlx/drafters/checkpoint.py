@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from specmlx.drafters.block import BlockTrunk
 from specmlx.drafters.block_drafter import BlockDrafter, Target
-from specmlx.drafters.config import DFLASH2, DSPARK, DrafterConfig
+from specmlx.drafters.config import DFLASH2, DSPARK, QWEN35, DrafterConfig
 from specmlx.drafters.dflash import DFlash
 from specmlx.drafters.dflash2 import DFlash2, DFlash2Trunk
 from specmlx.drafters.dspark import DSpark, DSparkTrunk
@@ -51,6 +51,10 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
     if is_scaled(weights):
         weights = read_scaled(weights, config)
     weights = {name: weight for name, weight in weights.items() if not _is_copy(name, weight, parsed)}
+    if parsed.family == QWEN35:
+        # Cast first: 1 + w has fewer digits than w.
+        norms = {name: w.astype(dtype or w.dtype) + 1 for name, w in weights.items() if name.endswith("norm.weight")}
+        weights |= norms
     vocabulary = _vocabulary(weights, parsed, path)
     parsed = replace(parsed, **{field: _has(weights, table) for field, table in TABLES.items()})
     if parsed.enable_confidence_head is None:

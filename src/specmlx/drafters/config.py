@@ -7,11 +7,12 @@ from specmlx.drafters.packaging import GEMMA4_DSPARK, check_types, gemma4_words,
 from specmlx.drafters.rope import ROPE_TYPES, rope_type
 
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
-QWEN3, GEMMA4 = "qwen3", "gemma4"
+QWEN3, QWEN35, GEMMA4 = "qwen3", "qwen3_5", "gemma4"
+QWEN35_DSPARK = ["Qwen35DSparkModel"]
 SLIDING, FULL = "sliding_attention", "full_attention"
 DEFAULT_BLOCK = 16
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
-DSPARK_NAMES = (["Qwen3DSparkModel"], GEMMA4_DSPARK, ["DSparkDraftModel"], ["Lfm2DSparkDraftModel"])
+DSPARK_NAMES = (["Qwen3DSparkModel"], QWEN35_DSPARK, GEMMA4_DSPARK, ["DSparkDraftModel"], ["Lfm2DSparkDraftModel"])
 # How mlx names its own; the others are told by the tensors (see `formats.scaled`).
 QUANTIZATIONS = ("modelopt", "compressed-tensors", "fp8", "nvfp4")
 # Of a matrix or a vocabulary, and of layers: what a file that is no model might say would take all memory.
@@ -28,7 +29,9 @@ class DrafterConfig:
     sample_from_anchor: whether the first of them, the anchor's, proposes the token after it (DSpark), or nothing
         and every other row the token at its own position (DFlash, DFlash 2).
     windows: each layer's sliding window, None where it attends to everything.
-    family: whose layers it has, Qwen 3's or Gemma 4's.
+    family: whose layers it has: Qwen 3's, Qwen 3.5's (norms in its files are w - 1) or Gemma 4's.
+    gated_attention: whether queries come with a gate of the attention's output, head by head (Qwen 3.5).
+    rope_dims: how much of a head the rope turns, None for all of it (Qwen 3.5).
     attention_k_eq_v: whether values are the keys' projection (Gemma 4).
     draft_vocab_size: rows of the drafter's own head, where it has one: fewer than vocab_size for a reduced vocabulary.
     frozen_copies: whether the tables in its files are the target's own (deepseek-ai).
@@ -58,6 +61,8 @@ class DrafterConfig:
     rope_is_neox_style: bool = True
     attention_bias: bool = False
     family: str = QWEN3
+    gated_attention: bool = False
+    rope_dims: int | None = None
     attention_k_eq_v: bool = False
     draft_vocab_size: int | None = None
     frozen_copies: bool = False
@@ -114,12 +119,14 @@ class DrafterConfig:
         if not anchored and block < 2:
             raise ValueError(f"block_size {block} is too small: it proposes block_size - 1 tokens")
         rope, theta = _rope(config)
+        head_dim = lookup.size("head_dim", sizes["hidden_size"] // heads)
+        family = _family(config)
         causal = config.get("is_causal")
         return cls(
             kind=kind,
             **sizes,
             num_key_value_heads=kv_heads,
-            head_dim=lookup.size("head_dim", sizes["hidden_size"] // heads),
+            head_dim=head_dim,
             block_size=block,
             mask_token_id=lookup.token("mask_token_id"),
             target_layer_ids=_taps(lookup, kind, depth, layers),
@@ -132,8 +139,10 @@ class DrafterConfig:
             rope_scaling=rope,
             max_position_embeddings=config.get("max_position_embeddings"),
             frozen_copies=config.get("architectures") in (["Qwen3DSparkModel"], GEMMA4_DSPARK),
-            family=GEMMA4 if config.get("architectures") == GEMMA4_DSPARK else QWEN3,
-            attention_k_eq_v=config.get("architectures") == GEMMA4_DSPARK and bool(config.get("attention_k_eq_v")),
+            family=family,
+            gated_attention=family == QWEN35 and bool(lookup("enable_qwen35_gated_q_proj", False)),
+            rope_dims=_rope_dims(config, rope, head_dim) if family == QWEN35 else None,
+            attention_k_eq_v=family == GEMMA4 and bool(config.get("attention_k_eq_v")),
             rope_is_neox_style=bool(lookup("rope_is_neox_style", True)),
             draft_vocab_size=lookup.size("draft_vocab_size", sizes["vocab_size"]),
             attention_bias=bool(config.get("attention_bias", False)),
@@ -262,6 +271,19 @@ def _eps(config: dict[str, Any]) -> float:
     return eps
 
 
+def _family(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    return QWEN35 if names == QWEN35_DSPARK else GEMMA4 if names == GEMMA4_DSPARK else QWEN3
+
+
+def _rope_dims(config: dict[str, Any], rope: dict[str, Any], head_dim: int) -> int | None:
+    """How much of a head is turned. Only Qwen 3.5's own kind reads this: copies of its target's config say it too."""
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if not isinstance(share, int | float) or not 0 < share <= 1 or int(head_dim * share) % 2 or head_dim * share < 2:
+        raise ValueError(f"partial_rotary_factor is {share!r}: it must be a share of head_dim {head_dim}, up to 1")
+    return int(head_dim * share) if share != 1 else None
+
+
 def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta", config.get("rope_theta"))
@@ -311,7 +333,8 @@ def _refuse_variations(config: dict[str, Any], kind: str) -> None:
         "attention_sink_bias": lookup("attention_sink_bias"),
         f"attention_value_scale {scale}": scale != 1,
         "dflash_config.use_swa": lookup("use_swa"),
-        "gated attention (enable_qwen35_gated_q_proj)": lookup("enable_qwen35_gated_q_proj"),
+        "gated attention (enable_qwen35_gated_q_proj)": _family(config) != QWEN35
+        and lookup("enable_qwen35_gated_q_proj"),
         "log_snr_conditioning": lookup("log_snr_conditioning"),
         f"hidden_act {act!r}": act != "silu",
         f"quantization_config {_short(other)!r}": other,
