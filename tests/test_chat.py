@@ -140,6 +140,15 @@ def test_chat_answers_forgets_and_quits(directory):
     assert result.stdout.startswith(single) and result.stdout.endswith("\n" + single)
 
 
+def test_the_budget_of_bytes_is_kept(directory):
+    chat = ("chat", "--model", directory, "-m", 6, "--prompt-cache-bytes")
+    found = [run(*chat, budget, stdin="Hello\nHello\n") for budget in (1 << 24, 0)]
+    assert found[0].stdout == found[1].stdout
+    assert [result.stderr.count("of them cached") for result in found] == [1, 0]
+    refused = run(*chat, -1, stdin="Hello\n")
+    assert refused.exit_code == 2 and "-1" in refused.stderr and refused.stdout == ""
+
+
 def test_show_draft_colours_drafted_tokens_on_demand(directory):
     flags = ("--model", directory, "-m", 30, "--num-draft-tokens", 4, *OFTEN)
     common = ("chat", *flags)
