@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.batch import Jobs
+from specmlx.limits import tokens_left
 from specmlx.loading import AUTO
 from specmlx.mailbox import Mailbox
 from specmlx.responses import GenerationResponse
@@ -117,7 +118,7 @@ class Engine:
     ) -> Request:
         """Queue a request; options as `stream_generate`'s. May be called from any thread.
 
-        Raises ValueError for a bad prompt or option, QueueFull, and RuntimeError once the engine is closed.
+        Raises ValueError for a bad prompt (a too long one, too) or option, QueueFull, and RuntimeError once the engine is closed.
         """
         mailbox = Mailbox()
 
@@ -131,6 +132,7 @@ class Engine:
             emit=mailbox.put,
             done=mailbox.end,
         )
+        tokens_left(self._scheduler.limit, len(job.ids))
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed: make a new one")
