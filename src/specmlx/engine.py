@@ -118,7 +118,8 @@ class Engine:
     ) -> Request:
         """Queue a request; options as `stream_generate`'s. May be called from any thread.
 
-        Raises ValueError for a bad prompt (a too long one, too) or option, QueueFull, and RuntimeError once the engine is closed.
+        Raises ValueError for a bad option or prompt (one that is too long, too), QueueFull, and RuntimeError once the
+        engine is closed.
         """
         mailbox = Mailbox()
 
