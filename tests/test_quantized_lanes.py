@@ -62,6 +62,7 @@ def test_a_lane_with_quantized_keys_has_the_tokens_and_the_state_that_it_would_h
     assert len({tuple(job.stats.accept_histogram) for job in jobs}) > 2, "the lanes accept alike: a weak test"
 
 
+@pytest.mark.linux_bits
 def test_batches_and_the_engine_take_the_options_of_a_request_alone():
     model, tokenizer = load()
     prompts = [tokenizer.encode(f"Can you count from {n} up to {n + 9}? " * 8) for n in (11, 24)]

@@ -29,7 +29,10 @@ class LaneWidths:
         return widths.choose() if most is None else min(most, widths.current or 0)
 
     def observed(self, lanes: int, width: int, accepted: Sequence[int], seconds: float) -> None:
-        """A round of `width` that was chosen freely kept so many tokens of each lane's proposal and took `seconds`."""
+        """A round for which `width` was chosen freely kept so many tokens of each lane's proposal and took `seconds`.
+
+        A drafter may have proposed fewer: what it left out counts as not kept.
+        """
         for n, kept in enumerate(accepted):
             # All lanes' time, told once.
             self.of(lanes).observed(width, kept, None if n else seconds)

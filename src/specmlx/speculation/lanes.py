@@ -134,7 +134,7 @@ class Lanes:
         seconds = time.perf_counter() - clock
         if self.widths is not None and limit >= self.width:
             kept = [each.accepted for i, each in enumerate(read) if i not in policy.failures]
-            self.widths.observed(len(lanes), round.width, kept, seconds)
+            self.widths.observed(len(lanes), width, kept or [0], seconds)
         for i, lane in enumerate(lanes):
             lane.stats.decode_seconds += seconds
             lane.stats.begin_round(round.width, context=len(lane.conversation.processed))
