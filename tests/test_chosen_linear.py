@@ -163,6 +163,6 @@ def test_kernels_that_differ_by_the_number_of_rows_are_named(tmp_path):
     table = Table.read(tmp_path / "kernels.json", "Apple M99")
     chosen = choose_kernels(tiny(), mx.bfloat16, Chooser(table=table, race=lambda *_: outcome, available=True))
     assert mixed(chosen).endswith(": 40x64 affine 4/64 1: stock, 2-32: A, and 1 more")
-    assert mixed({}, ["dense products", "attention"]).endswith(": dense products and attention by mlx")
+    assert mixed({}, ["attention", "dense products"]).endswith(": attention, dense products by mlx")
     same = Chooser(table=table, available=True, consistent=True)
     assert mixed(choose_kernels(tiny(), mx.bfloat16, same)) is None

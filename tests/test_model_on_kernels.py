@@ -15,7 +15,7 @@ from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.ngram import NGram
 from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
-from specmlx.kernels.chosen import choose_kernels, restore
+from specmlx.kernels.chosen import choose_kernels, restore, run_by_mlx
 from specmlx.kernels.linear import FixedLinear, FixedSwitchLinear, in_blocks
 from specmlx.receipts.parity import verdicts, verdicts_by_choice
 from specmlx.speculation.loop import generate_tokens
@@ -127,7 +127,7 @@ def test_consistent_gives_the_plain_text_and_the_default_choice_parts_at_a_margi
 
 def test_consistent_holds_mlx_to_one_number_of_rows_where_there_is_no_kernel(tmp_path):
     model = rig.tiny(dtype=mx.bfloat16, **LAYERS, **(rig.EXPERTS | {"moe_intermediate_size": 64}))
-    choose_kernels(model, mx.bfloat16, chooser(tmp_path, consistent=True))
+    on_kernels(model, msl.Simulator(), chooser(tmp_path, consistent=True))
     kinds = {type(module) for _, module in model.named_modules()}
     assert {FixedLinear, FixedSwitchLinear} <= kinds and not {nn.Linear, SwitchLinear} & kinds
     head, shapes = model.language_model.lm_head, []
@@ -140,7 +140,12 @@ def test_consistent_holds_mlx_to_one_number_of_rows_where_there_is_no_kernel(tmp
     assert mx.array_equal(head(x), in_blocks(seen, x)) and shapes == [(32, 64), (32, 64)]
     model.model.layers[0].mlp.shared_expert.down_proj = LoRALinear.from_base(nn.Linear(64, 64))
     with pytest.raises(ValueError, match="consistent can't be had: .*down_proj is a LoRALinear"):
-        choose_kernels(model, mx.bfloat16, chooser(tmp_path, consistent=True))
+        on_kernels(model, msl.Simulator(), chooser(tmp_path, consistent=True))
+    small = rig.tiny(dtype=mx.bfloat16, **(LAYERS | {"head_dim": 32}))
+    with pytest.raises(ValueError, match="attention has no kernel for heads like this model's"):
+        on_kernels(small, msl.Simulator(), chooser(tmp_path, consistent=True))
+    on_kernels(small, msl.Simulator(), chooser(tmp_path))
+    assert run_by_mlx(small, mx.bfloat16) == ["attention", "dense products"]
 
 
 RULES = {"greedy": (None, None), "seeded": (make_sampler(temp=0.9), 3), "sampled": (make_sampler(temp=0.9), None)}

@@ -27,7 +27,7 @@ from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser, to_stderr
 from specmlx.kernels.choice.serving import kernel_factory
 from specmlx.kernels.chosen import choose_kernels as choose_layers
-from specmlx.kernels.chosen import has_dense_products, mixed
+from specmlx.kernels.chosen import mixed, run_by_mlx
 from specmlx.places import AUTO, DEMO, MTP, NGRAM, resolve
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
@@ -194,19 +194,11 @@ def choose_kernels(model: Model | AnyLM, consistent: bool = False) -> None:
         raise ValueError(f"consistent can't be had: {kind} runs by mlx-lm's own code, whose attention goes by the rows")
     chooser = Chooser(consistent=consistent, tell=to_stderr)
     chosen = choose_layers(model, model.dtype, chooser)
-    # Asked for now, not in the middle of the first answer: in a pass that is built and never run.
-    if isinstance(model, Model):
-        model.verify(model.new_states(), mx.zeros((1, 1), dtype=mx.int32))
-    for operator, dtype in (("accept", model.dtype), ("accept", mx.float32)):
-        kernel_factory(operator, dtype)
-    by_mlx = ["dense products"] if has_dense_products(model) else []
-    model.kernel_note = mixed(chosen, by_mlx if _attends_by_kernel(model) else [*by_mlx, "attention"])
-
-
-def _attends_by_kernel(model: Model | AnyLM) -> bool:
-    if isinstance(model, AnyLM):
-        return False
-    return all(layer.self_attn.on_kernel(model.dtype) for layer in model.layers if not layer.is_linear)
+    # Asked for now, not in the middle of the first answer.
+    by_mlx = run_by_mlx(model, model.dtype)
+    for dtype in (model.dtype, mx.float32):
+        kernel_factory("accept", dtype)
+    model.kernel_note = mixed(chosen, [*by_mlx, "attention"] if isinstance(model, AnyLM) else by_mlx)
 
 
 def _choose_drafter_kernels(drafter: Drafter, dtype: mx.Dtype) -> None:

@@ -69,9 +69,9 @@ def choose_kernels(
         if choice is not None and set(choice.by_rows) != {STOCK}:
             replaced.append((path, new.of(layer, choice, factory)))
     model.update_modules(tree_unflatten(replaced))
-    if chooser.consistent:
-        _check_consistent(model)
     _ask(model, serve or (consistent_factory if chooser.consistent else kernel_factory))
+    if chooser.consistent:
+        _check_consistent(model, dtype)
     return chosen
 
 
@@ -90,9 +90,12 @@ def restore(model: nn.Module) -> None:
 
 
 def _ask(model: nn.Module, serve: Serve) -> None:
-    for _, module in model.named_modules():
-        if isinstance(module, Served):
-            module.serve_by(serve)
+    for module in _served(model):
+        module.serve_by(serve)
+
+
+def _served(model: nn.Module) -> list[Served]:
+    return [module for module in model.modules() if isinstance(module, Served)]
 
 
 def mixed(chosen: dict[str, Choice], by_mlx: Sequence[str] = ()) -> str | None:
@@ -103,16 +106,17 @@ def mixed(chosen: dict[str, Choice], by_mlx: Sequence[str] = ()) -> str | None:
     different = [f"{shape} {choice}" for shape, choice in chosen.items() if len(set(choice.by_rows)) > 1]
     found = different[:1] + ([f"{len(different) - 1} more"] if len(different) > 1 else [])
     if by_mlx:
-        found.append(f"{' and '.join(by_mlx)} by mlx")
+        found.append(f"{', '.join(by_mlx)} by mlx")
     if not found:
         return None
     return f"kernels by number of rows, which may round differently (consistent=True: one): {', and '.join(found)}"
 
 
-def has_dense_products(model: nn.Module) -> bool:
-    """Whether mlx multiplies by a matrix of the model, embeddings left out, that is not packed."""
+def run_by_mlx(model: nn.Module, dtype: mx.Dtype) -> list[str]:
+    """What mlx runs in a model by other kernels for one row than for many. What is not chosen yet, is then."""
     dense = _FIXED.keys() - {nn.Embedding}
-    return any(type(layer) in dense for layer in model.modules())
+    found = {"dense products" for layer in model.modules() if type(layer) in dense}
+    return sorted(found | {each.operator for each in _served(model) if not each.on_kernel(dtype)})
 
 
 def _choose_pairs(
@@ -132,7 +136,10 @@ def _choose_pairs(
     return served
 
 
-def _check_consistent(model: nn.Module) -> None:
+def _check_consistent(model: nn.Module, dtype: mx.Dtype) -> None:
+    for module in _served(model):
+        if not module.on_kernel(dtype):
+            raise ValueError(f"consistent can't be had: {module.operator} has no kernel for heads like this model's")
     # A convolution is four products a value; gate and up of a pair are run by their MLP.
     paired = {id(layer) for _, m in model.named_modules() if isinstance(m, GatedMLP) for layer in m.served()}
     for path, module in model.named_modules():

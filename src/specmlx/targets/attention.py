@@ -13,6 +13,8 @@ from specmlx.targets.config import HybridConfig
 
 
 class Attention(nn.Module):
+    operator = "attention"
+
     def __init__(self, config: HybridConfig):
         super().__init__()
         self.num_attention_heads = config.num_attention_heads
@@ -41,7 +43,7 @@ class Attention(nn.Module):
         self._serve: Serve = kernel_factory
 
     def on_kernel(self, dtype: mx.Dtype) -> bool:
-        """Whether a kernel of ours runs these heads over keys of this dtype."""
+        """See `Served`: over keys that are not quantized."""
         q, k = ((1, heads, 1, self.head_dim) for heads in (self.num_attention_heads, self.num_key_value_heads))
         keys = Stored(mx.zeros(k, dtype))
         return runs(mx.zeros(q, dtype), keys, keys, self._serve)

@@ -5,7 +5,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import precise_swiglu
 
 from specmlx.kernels.choice.serving import Serve, kernel_factory
-from specmlx.kernels.gated_delta import GRID, delta_rule
+from specmlx.kernels.gated_delta import GRID, delta_rule, factory
 from specmlx.kernels.linear import added, products
 from specmlx.state.recurrent import Recurrent
 from specmlx.targets.config import HybridConfig
@@ -24,6 +24,8 @@ class RMSNormGated(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
+    operator = "gated_delta"
+
     def __init__(self, config: HybridConfig):
         super().__init__()
         self.num_k_heads = config.linear_num_key_heads
@@ -44,6 +46,11 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNormGated(self.head_v_dim, eps=config.rms_norm_eps)
         self.out_proj = nn.Linear(self.value_dim, config.hidden_size, bias=False)
         self._serve: Serve = kernel_factory
+
+    def on_kernel(self, dtype: mx.Dtype) -> bool:
+        """See `Served`."""
+        sizes = (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
+        return factory(dtype, *sizes, self._serve) is not None
 
     def serve_by(self, serve: Serve) -> None:
         """Ask `serve` for the kernel of the delta rule."""

@@ -20,10 +20,18 @@ class Serve(Protocol):
 
 @runtime_checkable
 class Served(Protocol):
-    """A layer that calls such operators."""
+    """A layer that calls such an operator.
+
+    operator: what it is called.
+    """
+
+    operator: str
 
     def serve_by(self, serve: Serve) -> None:
         """Ask this one from now on."""
+
+    def on_kernel(self, dtype: mx.Dtype) -> bool:
+        """Whether a kernel runs it for rows of this dtype."""
 
 
 def kernel_factory(operator: str, dtype: mx.Dtype, **key: int | str) -> Callable | None:
