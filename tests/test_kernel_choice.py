@@ -266,5 +266,9 @@ def test_the_command_shows_what_is_kept_and_switches_operators_off(tmp_path, mon
     assert "not V: hangs" in kernels("--off", "quantized_matmul").stdout
     assert Table.read().off == ["quantized_matmul"]
     assert kernels("--on", "quantized_matmul").exit_code == 0 and Table.read().off == []
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path / "file"))
+    lost = kernels("--off", "experts")
+    assert (lost.exit_code, lost.stderr.count("\n")) == (2, 1) and str(tmp_path / "file") in lost.stderr
     unknown = kernels("--off", "softmax")
     assert (unknown.exit_code, unknown.stderr.count("\n")) == (2, 1) and "quantized_matmul" in unknown.stderr

@@ -83,7 +83,7 @@ class Table:
         return {"version": this_version(), "chip": self.chip, "off": self.off, "entries": entries}
 
     def switch(self, name: str, off: bool) -> None:
-        """Switch an operator off, or on again, and write that."""
+        """Switch an operator off, or on again, and write that. Raises OSError where it can't be written."""
         self.off = [each for each in Table.read(self.path, self.chip).off if each != name] + ([name] if off else [])
         self._write()
 
@@ -93,10 +93,10 @@ class Table:
         What others have written since this table was read is kept.
         """
         self.off = Table.read(self.path, self.chip).off
-        self._write()
+        with contextlib.suppress(OSError):
+            self._write()
 
     def _write(self) -> None:
         self.entries = Table.read(self.path, self.chip).entries | self.entries
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, [json.dumps(self.as_dict(), indent=1).encode()])
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(self.path, [json.dumps(self.as_dict(), indent=1).encode()])
