@@ -73,7 +73,7 @@ class QuantizedMatmul:
             residual = (8 * mx.random.normal((rows, N), key=keys[2])).astype(dtype)
             return Packed(x, packed[0], packed[1], packed[2] if len(packed) == 3 else None, format, residual)
         # Quantizing a large matrix takes longer than the race; for its cost any bits will do.
-        w = mx.random.randint(0, 2**32 - 1, (N, K * bits // 32), dtype=mx.uint32, key=keys[1])
+        w = _words(N * K * bits // 32, keys[1]).reshape(N, -1)
         scales = mx.random.normal((N, K // group_size), key=keys[2]).astype(dtype)
         if mode != "affine":
             return Packed(x, w, mx.full(scales.shape, 0x38, mx.uint8), None, format)
@@ -95,6 +95,13 @@ class QuantizedMatmul:
         x, w, scales, biases, format, residual = inputs
         y = reference.quantized_matmul(x.astype(mx.float32), w, scales, biases, **format)
         return y if residual is None else mx.concatenate([y, y + residual], axis=-1)
+
+
+def _words(n: int, key: mx.array) -> mx.array:
+    """So many random words, a piece of them over and over: to draw a head's takes several times its memory."""
+    piece = mx.random.randint(0, 2**32 - 1, (min(n, 2**20),), dtype=mx.uint32, key=key)
+    times = -(-n // piece.size)
+    return mx.broadcast_to(piece, (times, piece.size)).reshape(-1)[:n]
 
 
 class Mixed(NamedTuple):
