@@ -16,7 +16,7 @@ METAL_FUNC void multiply_groups(
   uint row[8];
 #pragma clang loop unroll(full)
   for (uint i = 0; i < 8; ++i) {
-    row[i] = min(8 * (i / 2) + lane.pair + i % 2, N - 1 - n0);
+    row[i] = min(4 * i + lane.pair / 2, N - 1 - n0);
   }
 #pragma clang loop unroll(full)
   for (int i = 0; i < 4 * TILES; ++i) {

@@ -1,7 +1,8 @@
 // Form A: y[m, n] = sum over k of x[m, k] w[n, k] on 8x8 simdgroup matrices; a packed word is read once for 8 TILES rows.
 //
 // x is the A operand (8 rows x 8 slots of k), the weights are B (8 slots x 8 columns n), decoded in registers. A lane
-// holds one slot of B for columns `pair` and `pair + 1` of four column tiles, so 8 rows of w. Of a block of K it loads,
+// holds one slot of B for columns `pair` and `pair + 1` of four column tiles, so 8 rows of w: column c of tile t is row
+// 8 t + 4 (c % 2) + c / 2, so that a load takes neighbouring rows, which share lines. Of a block of K it loads,
 // for each of these rows, the 16-byte granule number `slot` of a 128-byte line; step j multiplies weight j of every slot.
 
 struct Lane {
@@ -106,7 +107,7 @@ METAL_FUNC void multiply_rows(
   float2 scale[8];
 #pragma clang loop unroll(full)
   for (uint i = 0; i < 8; ++i) {
-    row[i] = min(8 * (i / 2) % ROWS + lane.pair + i % 2, N - 1 - n0);
+    row[i] = min(4 * i % ROWS + lane.pair / 2, N - 1 - n0);
     staged_row[i] = (row[i] + (i >= ROWS / 4 ? ROWS : 0)) * stride;
     row[i] *= row_words;
     scale[i] = 0;
@@ -212,9 +213,9 @@ METAL_FUNC void merge(
     threadgroup_barrier(mem_flags::mem_threadgroup);
 #pragma clang loop unroll(full)
     for (int t = 0; t < 4; ++t) {
-      const uint at = (8 * simdgroup + lane.slot) * 32 + 8 * t + lane.pair;
+      const uint at = (8 * simdgroup + lane.slot) * 32 + 8 * t + lane.pair / 2;
       sums[at] = y[4 * m + t].x;
-      sums[at + 1] = y[4 * m + t].y;
+      sums[at + 4] = y[4 * m + t].y;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (uint i = 32 * simdgroup + lane_index; i < 8 * COLUMNS; i += 32 * split) {
