@@ -13,6 +13,7 @@ class Fake:
         self.one_order = variants
         self.name = name
         self.slow_stock = slow_stock
+        self.lost = False
         self.address = f"fake_operators:{'_'.join(variants)}"
 
     def variants(self, key):
@@ -36,6 +37,9 @@ class Fake:
 
     def run(self, variant, inputs):
         x, w = inputs
+        self.lost = self.lost or variant == "faults"
+        if self.lost:
+            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error")
         if variant == "slow" or (variant == "stock" and self.slow_stock):
             time.sleep(0.02)
         elif variant == "hangs":
@@ -55,4 +59,5 @@ wrong = Fake("wrong", slow_stock=True)
 hangs = Fake("hangs")
 broken = Fake("broken")
 dies = Fake("dies")
+faults_quick = Fake("faults", "quick", slow_stock=True)
 hangs_quick = Fake("hangs", "quick", slow_stock=True)

@@ -69,6 +69,12 @@ def test_a_kernel_that_hangs_does_not_take_the_others_with_it(file):
         assert str(chooser(file).choose(fake_operators.hangs_quick, KEY)) == "quick"
 
 
+def test_a_kernel_whose_fault_loses_the_device_does_not_take_the_others_with_it(file):
+    with pytest.warns(UserWarning, match="kernel faults .* GPU Timeout") as warned:
+        assert str(chooser(file).choose(fake_operators.faults_quick, KEY)) == "quick"
+    assert len(warned) == 1
+
+
 @pytest.mark.parametrize("damage", ["cut", "of another version", "of another chip", "a list", "a string for seconds"])
 def test_a_table_that_can_not_be_used_is_made_anew(file, damage):
     races = []

@@ -40,6 +40,8 @@ def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int
                 running = step["start"]
             elif "dropped" in step:
                 outcome.dropped[step["dropped"]] = step["why"]
+            elif "again" in step:
+                break
             elif "rows" in step:
                 outcome.seconds[step["rows"]] = step["seconds"]
             elif "lost" in step:
