@@ -1,11 +1,13 @@
 """specmlx beside mlx-lm's plain decoding and, where they are installed, other speculative decoders, by turns.
 
-`python benchmarks/run.py` uses the demo pair's files and its held-out questions; `benchmarks/peers.sh` makes the other
-programs' environments in .peers/. Each program is a process of its own that only works when it is asked (worker.py).
-A turn asks all of them for one prompt, one after the other and then backwards. The table has the median and quartiles
-of the ratio to mlx-lm's speed in the same turn, end to end; a program whose tokens are not mlx-lm's has no ratio.
+`python benchmarks/run.py` takes the demo pair's held-out questions to the demo pair's files, and to a pair that nobody
+trained (bigram.py); `benchmarks/peers.sh` makes the other programs' environments in .peers/. Each program is a process
+of its own that only works when it is asked (worker.py). A turn asks all of them for one prompt, one after the other and
+then backwards. The table has the median and quartiles of the ratio to mlx-lm's speed in the same turn, end to end; a
+program whose tokens are not mlx-lm's has no ratio. One that is not installed or fails is told in a line.
 """
 
+import contextlib
 import json
 import platform
 import statistics
@@ -13,21 +15,27 @@ import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from threading import Timer
 
 import click
 import mlx.core as mx
-from worker import PROGRAMS
+from bigram import write_bigram
+from worker import programs
 
 from specmlx import __version__
 from specmlx.demo.export import write_demo
 from specmlx.demo.tasks import held_out_examples
 from specmlx.loading import load
+from specmlx.receipts.benchmark import Spread
 from specmlx.receipts.machine import this_machine
 
 REFERENCE = "mlx-lm"
-PEERS = {"mlx-dspark dspark": "mlx-dspark", "mlx-dspark dflash": "mlx-dspark", "dflash": "dflash"}
+PEERS = ("mlx-dspark", "dflash", "mlx-vlm")
+# Seconds after which an answer is given up.
+_PATIENCE = 120
 HERE = Path(__file__).parent
 
 
@@ -49,48 +57,64 @@ class Program:
         return self
 
     def __exit__(self, *_) -> None:
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.wait()
 
     @property
     def ready(self) -> bool:
         """Waits until it has loaded the pair; False where it can't."""
-        return self.process.stdout.readline() == "ready\n"
+        return self._line() == "ready\n"
 
-    def ask(self, prompt: list[int], max_tokens: int) -> dict:
-        print(json.dumps({"prompt": prompt, "max_tokens": max_tokens}), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{self.name} ended: run python benchmarks/worker.py '{self.name}' PAIR by hand")
+    def ask(self, prompt: list[int], max_tokens: int) -> dict | None:
+        """Its answer; None where it failed, and ever after."""
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"prompt": prompt, "max_tokens": max_tokens}), file=self.process.stdin, flush=True)
+        if not (line := self._line()):
+            return None
         answer = json.loads(line)
         answer["tokens"] = answer["tokens"][:max_tokens]
         return answer
 
+    def _line(self) -> str:
+        timer = Timer(_PATIENCE, self.process.kill)
+        timer.start()
+        try:
+            return self.process.stdout.readline()
+        finally:
+            timer.cancel()
 
-def compare(programs: list[Program], prompts: list[list[int]], runs: int, max_tokens: int) -> list[dict]:
-    """A row a program. The first prompt is asked once more before, which doesn't count."""
-    for program in programs:
-        program.ask(prompts[0], max_tokens)
-    turns = []
+
+def compare(running: list[Program], prompts: list[list[int]], runs: int, max_tokens: int) -> list[dict]:
+    """A row a program that answered everything. The first prompt is asked once more before, which doesn't count."""
+    turns, failed = [], {program.name for program in running if program.ask(prompts[0], max_tokens) is None}
     for prompt in prompts:
         for _ in range(runs):
-            turn: dict[str, list[dict]] = {program.name: [] for program in programs}
-            for program in [*programs, *reversed(programs)]:
-                turn[program.name].append(program.ask(prompt, max_tokens))
+            turn: dict[str, list[dict]] = {program.name: [] for program in running}
+            for program in [*running, *reversed(running)]:
+                if program.name in failed:
+                    continue
+                if (answer := program.ask(prompt, max_tokens)) is None:
+                    failed.add(program.name)
+                else:
+                    turn[program.name].append(answer)
             turns.append(turn)
-    return [_row(program.name, turns) for program in programs]
+    for name in failed:
+        click.echo(f"{name}: failed while answering (python benchmarks/worker.py '{name}' PAIR shows why)", err=True)
+    if REFERENCE in failed:
+        raise click.ClickException(f"there is nothing to compare with: {REFERENCE} failed")
+    return [_row(program.name, turns) for program in running if program.name not in failed]
 
 
 def _row(name: str, turns: list[dict[str, list[dict]]]) -> dict:
     answers = [answer for turn in turns for answer in turn[name]]
     same = all(answer["tokens"] == turn[REFERENCE][0]["tokens"] for turn in turns for answer in turn[name])
     ratios = [_seconds(turn[REFERENCE]) / _seconds(turn[name]) for turn in turns]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     tokens = sum(len(answer["tokens"]) for answer in answers)
     return {
         "program": name,
         "same_tokens": same,
-        "ratio": {"median": middle, "low": low, "high": high} if same else None,
+        "ratio": asdict(Spread.of(ratios)) if same else None,
         "tokens_per_second": tokens / _seconds(answers),
         "ttft": statistics.median(answer["ttft"] for answer in answers),
         "tokens_per_pass": tokens / sum(answer["passes"] for answer in answers),
@@ -104,33 +128,73 @@ def _seconds(answers: list[dict]) -> float:
 
 def _python(name: str) -> str | None:
     """The interpreter of a program's environment; None where it is not installed."""
-    if name not in PEERS:
+    peer = name.split()[0]
+    if peer not in PEERS:
         return sys.executable
-    python = HERE.parent / ".peers" / PEERS[name] / "bin" / "python"
+    python = HERE.parent / ".peers" / peer / "bin" / "python"
     return str(python) if python.exists() else None
 
 
 @click.command()
-@click.option("--pair", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Default: the demo pair.")
-@click.option("--prompts", default=8, show_default=True, help="How many of the held-out questions.")
-@click.option("--runs", default=2, show_default=True, help="Turns for each prompt.")
+@click.option("--pair", "pairs", multiple=True, metavar="demo|bigram|DIR", help="May be repeated; default: both.")
+@click.option(
+    "--prompts", type=click.IntRange(min=1), default=6, show_default=True, help="How many of the held-out questions."
+)
+@click.option("--runs", type=click.IntRange(min=1), default=2, show_default=True, help="Turns for each prompt.")
 @click.option("--max-tokens", "-m", default=96, show_default=True)
 @click.option("--only", multiple=True, help="Some programs only; mlx-lm is always one of them.")
 @click.option("--json", "as_json", is_flag=True)
-def main(pair: Path | None, prompts: int, runs: int, max_tokens: int, only: tuple[str, ...], as_json: bool) -> None:
+def main(
+    pairs: tuple[str, ...], prompts: int, runs: int, max_tokens: int, only: tuple[str, ...], as_json: bool
+) -> None:
     """Print how fast specmlx and other programs answer, as ratios to mlx-lm's plain decoding."""
+    tables = {}
+    with tempfile.TemporaryDirectory() as work:
+        demo = write_demo(Path(work) / "demo")
+        for pair in pairs or ("demo", "bigram"):
+            folder = demo if pair == "demo" else Path(pair)
+            if pair == "bigram":
+                folder = write_bigram(Path(work) / "bigram", demo)
+            if not folder.is_dir():
+                raise click.BadParameter(f"{pair}: there is no such directory", param_hint="--pair")
+            tables[pair] = _measure(folder, prompts, runs, max_tokens, only)
+    machine = this_machine()
+    about = (
+        f"{machine.chip}, {machine.system}, {machine.backend}; Python {platform.python_version()}, mlx {mx.__version__}"
+    )
+    about += f", mlx-lm {version('mlx-lm')}, specmlx {__version__}"
+    if as_json:
+        click.echo(json.dumps({"machine": about, "prompts": prompts, "runs": runs, "pairs": tables}))
+        return
+    click.echo(about)
+    click.echo(f"{prompts} prompts, {runs} turns, greedy, up to {max_tokens} tokens; ratios to mlx-lm, end to end")
+    for pair, rows in tables.items():
+        click.echo(
+            f"\n| {pair} pair | × mlx-lm (quartiles) | tok/s | first token, s | tokens a pass | peak memory, MB |"
+        )
+        click.echo("|---|---|---|---|---|---|")
+        for row in rows:
+            ratio = row["ratio"]
+            shown = "other tokens"
+            if ratio is not None:
+                shown = f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})"
+            click.echo(
+                f"| {row['program']} | {shown} | {row['tokens_per_second']:.1f} | {row['ttft']:.3f} | "
+                f"{row['tokens_per_pass']:.2f} | {1000 * row['peak_memory']:.0f} |"
+            )
+
+
+def _measure(pair: Path, prompts: int, runs: int, max_tokens: int, only: tuple[str, ...]) -> list[dict]:
+    _, tokenizer = load(str(pair), draft_model=None)
+    questions = [example.question for example in held_out_examples(1)]
+    chosen = questions[:: max(1, len(questions) // prompts)][:prompts]
+    ids = [
+        tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        for question in chosen
+    ]
     with ExitStack() as stack:
-        if pair is None:
-            pair = write_demo(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "pair")
-        _, tokenizer = load(str(pair), draft_model=None)
-        questions = [example.question for example in held_out_examples(1)]
-        chosen = questions[:: max(1, len(questions) // prompts)][:prompts]
-        ids = [
-            tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-            for question in chosen
-        ]
-        programs = []
-        for name in PROGRAMS:
+        running = []
+        for name in programs(pair):
             if only and name != REFERENCE and name not in only:
                 continue
             if (python := _python(name)) is None:
@@ -138,29 +202,10 @@ def main(pair: Path | None, prompts: int, runs: int, max_tokens: int, only: tupl
                 continue
             program = stack.enter_context(Program(name, python, pair))
             if program.ready:
-                programs.append(program)
+                running.append(program)
             else:
                 click.echo(f"{name}: can't load this pair", err=True)
-        rows = compare(programs, ids, runs, max_tokens)
-    machine = this_machine()
-    about = (
-        f"{machine.chip}, {machine.system}, {machine.backend}; Python {platform.python_version()}, mlx {mx.__version__}"
-    )
-    about += f", mlx-lm {version('mlx-lm')}, specmlx {__version__}"
-    if as_json:
-        click.echo(json.dumps({"machine": about, "prompts": len(ids), "runs": runs, "rows": rows}))
-        return
-    click.echo(about)
-    click.echo(f"{len(ids)} prompts, {runs} turns, greedy, up to {max_tokens} tokens; ratios to mlx-lm, end to end\n")
-    click.echo("| program | × mlx-lm (quartiles) | tok/s | first token, s | tokens a pass | peak memory, MB |")
-    click.echo("|---|---|---|---|---|---|")
-    for row in rows:
-        ratio = row["ratio"]
-        shown = "other tokens" if ratio is None else f"{ratio['median']:.2f} ({ratio['low']:.2f}–{ratio['high']:.2f})"
-        click.echo(
-            f"| {row['program']} | {shown} | {row['tokens_per_second']:.1f} | {row['ttft']:.3f} | "
-            f"{row['tokens_per_pass']:.2f} | {1000 * row['peak_memory']:.0f} |"
-        )
+        return compare(running, ids, runs, max_tokens)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,15 @@
 
 `python benchmarks/worker.py NAME PAIR` runs in that program's own environment. The first line that it writes is
 "ready"; then each {"prompt": ids, "max_tokens": n} gets {"tokens", "seconds", "ttft", "passes", "peak_memory"}: seconds
-end to end, passes over the target after the prompt's, peak memory in GB.
+end to end, passes over the target that gave tokens, peak memory in GB.
 """
 
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -97,17 +99,72 @@ def z_lab(pair: Path, drafter: str) -> Answer:
     return answer
 
 
-PROGRAMS = {
-    "mlx-lm": lambda pair: mlx_lm(pair),
-    "specmlx plain": lambda pair: specmlx(pair, None, 0),
-    "specmlx dspark": lambda pair: specmlx(pair, "dspark", "auto"),
-    "specmlx dspark full": lambda pair: specmlx(pair, "dspark", "full"),
-    "specmlx dflash": lambda pair: specmlx(pair, "dflash", "auto"),
-    "specmlx dflash full": lambda pair: specmlx(pair, "dflash", "full"),
-    "mlx-dspark dspark": lambda pair: mlx_dspark(pair, "dspark"),
-    "mlx-dspark dflash": lambda pair: mlx_dspark(pair, "dflash"),
-    "dflash": lambda pair: z_lab(pair, "dflash"),
-}
+def mlx_vlm(pair: Path, drafter: str) -> Answer:
+    from mlx_lm.utils import load_tokenizer
+    from mlx_vlm.generate.ar import generate_step
+    from mlx_vlm.speculative.drafters import load_drafter
+    from mlx_vlm.utils import load_model
+
+    with tempfile.TemporaryDirectory() as copies:
+        target = load_model(_for_mlx_vlm(pair, Path(copies) / "target"))
+        model, kind = load_drafter(str(_for_mlx_vlm(pair / drafter, Path(copies) / "drafter")))
+        # It reads lazily.
+        mx.eval(target.parameters(), model.parameters())
+    stops = load_tokenizer(pair).eos_token_ids
+
+    def answer(prompt, max_tokens):
+        tokens, first, before = [], 0.0, getattr(model, "speculative_total_rounds", 0)
+        for token, _ in generate_step(
+            mx.array([prompt]),
+            target,
+            None,
+            None,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            draft_model=model,
+            draft_kind=kind,
+        ):
+            tokens.append(int(token))
+            first = first or time.perf_counter()
+            if token in stops:
+                break
+        # The first token comes from a pass of its own.
+        return tokens, first, getattr(model, "speculative_total_rounds", 0) - before + 1
+
+    return answer
+
+
+def _for_mlx_vlm(directory: Path, copy: Path) -> Path:
+    """The same files, whose config says what it asks for: the text-only type, its rope's sections, DSpark's section."""
+    config = json.loads((directory / "config.json").read_text())
+    if "linear_num_value_heads" in config:
+        pairs = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]) // 2
+        config["model_type"] = "qwen3_5_text"
+        config["rope_parameters"] |= {"type": "default", "mrope_section": [pairs - 2 * (pairs // 3), *[pairs // 3] * 2]}
+    elif "markov_rank" in config:
+        names = ("target_layer_ids", "mask_token_id", "num_target_layers", "markov_rank", "markov_head_type")
+        config = {"tie_word_embeddings": True, "dflash_config": {name: config[name] for name in names}} | config
+    copy.mkdir()
+    for file in directory.iterdir():
+        if file.name != "config.json":
+            (copy / file.name).symlink_to(file.resolve())
+    (copy / "config.json").write_text(json.dumps(config))
+    return copy
+
+
+def programs(pair: Path) -> dict[str, Callable[[Path], Answer]]:
+    """What there is to run on a pair, by name: as many of its drafters as the program reads."""
+    found = {"mlx-lm": mlx_lm, "specmlx plain": partial(specmlx, drafter=None, width=0)}
+    drafters = [name for name in ("dspark", "dflash", "dflash2") if (pair / name).is_dir()]
+    for name in drafters:
+        found[f"specmlx {name}"] = partial(specmlx, drafter=name, width="auto")
+        found[f"specmlx {name} full"] = partial(specmlx, drafter=name, width="full")
+    for peer, run in (("mlx-dspark", mlx_dspark), ("dflash", z_lab), ("mlx-vlm", mlx_vlm)):
+        for name in drafters:
+            # z-lab's reads its own two kinds.
+            if not (run is z_lab and name == "dspark"):
+                found[f"{peer} {name}"] = partial(run, drafter=name)
+    return found
 
 
 def _stream(responses, passes: Callable[[list[int]], int]):
@@ -121,7 +178,7 @@ def _stream(responses, passes: Callable[[list[int]], int]):
 def main() -> None:
     name, pair = sys.argv[1], Path(sys.argv[2])
     out, sys.stdout = sys.stdout, sys.stderr
-    answer = PROGRAMS[name](pair)
+    answer = programs(pair)[name](pair)
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

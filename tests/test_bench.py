@@ -12,6 +12,7 @@ from specmlx.generation import stream_generate
 from specmlx.loading import load
 from specmlx.receipts.benchmark import AlwaysWrong, Sample, Spread, answer, differing, measure, table
 from specmlx.receipts.suites import SUITES, suite
+from specmlx.speculation.profile import host_share
 from specmlx.speculation.sampling import make_sampler
 from specmlx.speculation.stats import Stats
 
@@ -151,7 +152,11 @@ def test_a_profile_takes_the_decoding_of_the_same_text_apart(directory):
     *_, last = found = list(stream_generate(model, tokenizer, [5, 6, 7], **options))
     assert [r.token for r in found] == usual
     phases = last.stats.phases
-    assert phases.keys() == {"draft", "observe", "verify", "accept", "detokenize", "other host work"}
+    parts = {"draft", "observe", "verify", "accept", "send and read", "commit", "detokenize", "other host work"}
+    assert phases.keys() == parts and 0 < phases["commit"] < last.stats.decode_seconds
+    assert host_share(phases) == pytest.approx(
+        (phases["commit"] + phases["detokenize"] + phases["other host work"]) / sum(phases.values())
+    )
     decoding = sum(seconds for name, seconds in phases.items() if name != "detokenize")
     assert all(seconds >= 0 for seconds in phases.values()) and decoding == pytest.approx(last.stats.decode_seconds)
     assert not found[0].stats.phases.get("other host work")

@@ -1,6 +1,7 @@
 """The command line: answers on stdout, the rest on stderr, errors in one line; chats that send only what is new."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from demo_kit import OFTEN, write_model
 import specmlx
 from specmlx.cli import main
 from specmlx.formats.checkpoint import read_config
+from specmlx.responses import GenerationResponse, summary
+from specmlx.speculation.stats import Stats
 
 FIELDS = """text tokens prompt_tokens cached_tokens generation_tokens rounds proposed accepted acceptance_length
     accept_histogram prefill_seconds decode_seconds prompt_tps generation_tps end_to_end_tps peak_memory
@@ -91,6 +94,22 @@ def test_the_answer_alone_is_on_stdout(directory, pair):
     assert mode.endswith("speculative decoding with DSpark, up to 4 drafted tokens a pass")
     assert "12 generated tokens" in statistics and statistics.endswith("speculative")
     assert result.returncode == 0
+
+
+@pytest.mark.parametrize("name", ["doctor", "bench", "roofline", "view", "generate"])
+def test_help_has_an_example(name):
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0 and re.search(rf"Examples:\n(.*\n)* +specmlx {name}\b", result.stdout)
+
+
+def test_the_first_line_promises_no_drafting_that_may_not_pay_and_the_last_one_says_what_was_done(directory):
+    first, _ = run("generate", "--model", directory, "-p", "Hello", "-m", 4).stderr.splitlines()
+    assert first.endswith("DSpark drafts, auto width: 0 (plain decoding) to 4 tokens a pass, whatever is fastest")
+    stats = Stats("speculative", generation_tokens=8)
+    for proposed in (0, 3, 0, 0):
+        stats.begin_round(proposed)
+    response = GenerationResponse("", 1, None, False, 5, 1.0, 8, 1.0, 0.0, "length", stats)
+    assert summary(response).endswith("speculative in 25% of the passes, plain in 75%")
 
 
 def test_an_error_is_one_line_on_stderr_and_exit_code_2(tmp_path):

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from click.testing import CliRunner
 
 import specmlx
 from specmlx.cli import doctor as command
-from specmlx.cli import main
 from specmlx.receipts import doctor
 from specmlx.receipts.doctor import Demo, Diagnosis, HubCache
 from specmlx.receipts.machine import MEASURED, Bandwidth, Machine
@@ -109,8 +107,3 @@ def test_text_has_a_line_a_subject():
     assert lines[4] == "kernels    attention: Metal kernel"
     assert lines[5] == "Hub cache  2 models, 30.0 GB"
     assert lines[6].startswith("demo pair  2 of 2 prompts the same")
-
-
-def test_help_has_an_example():
-    result = CliRunner().invoke(main, ["doctor", "--help"])
-    assert result.exit_code == 0 and "specmlx doctor --measure --json > doctor.json" in result.stdout

@@ -55,7 +55,7 @@ TRACE = Trace(
         TracedRound(4, 4, 5, 0.05),
         TracedRound(4, 1, 1, 0.12),
     ],
-    phases={"prompt": 0.5, "decoding": 0.25},
+    phases={"prompt": 0.5, "draft": 0.04, "verify": 0.15, "accept": 0.0125, "other host work": 0.01},
     account=ACCOUNT,
     machine={"chip": "Apple M4 Pro", "backend": "Metal", "system": "macOS 26.1 arm64"},
     versions={"specmlx": "0.1.0"},
@@ -72,7 +72,11 @@ SHOWN = [
     "100.0 % of 3",
     "50.0 % of 2",
     "500.00 ms",
-    "250.00 ms",
+    "40.00 ms",
+    "150.00 ms",
+    "12.50 ms",
+    "Python outside model calls (commit, detokenize, other host work): 4.7 % of decoding.",
+    "Each phase was waited for",
     "9.63 GB",
     "16.73 GB a round, 5.58 GB a token, 200.00 GB/s while decoding.",
     "273 GB/s (Apple's figure of M4 Pro): at most 40.8 tok/s at τ 2.50; reached 40.0 tok/s, 73.3 % of the bus.",
@@ -226,12 +230,25 @@ def test_generate_keeps_a_trace_of_what_it_printed(directory, tmp_path):
     assert run("view", file, "-o", "-").stdout == (tmp_path / "trace.html").read_text(encoding="utf-8")
 
 
+def test_a_profiled_trace_has_the_phases_that_were_printed(directory, tmp_path):
+    file = tmp_path / "trace.json"
+    result = run("generate", "--model", directory, "-m", 8, "--num-draft-tokens", "full", "--profile", "--trace", file)
+    assert result.exit_code == 0, result.stderr
+    trace, printed = read_trace(file), dict(re.findall(r"^  (\w[\w ]*?) +([\d.]+) s", result.stderr, re.M))
+    assert printed.keys() == trace.decoding.keys() >= {"draft", "verify", "accept", "commit", "detokenize"}
+    assert all(float(printed[name]) == round(seconds, 3) for name, seconds in trace.decoding.items())
+    html = page(trace)
+    assert all(name in html and seconds(value) in html for name, value in trace.phases.items())
+    share = re.search(r"Python outside model calls .*: ([\d.]+)%", result.stderr)[1]
+    assert f"other host work): {share} % of decoding" in html
+
+
 def test_plain_decoding_has_a_trace_too(directory, tmp_path):
     file = tmp_path / "trace.json"
     assert run("generate", "--model", directory, "--draft-model", "none", "-m", 5, "--trace", file).exit_code == 0
     trace = read_trace(file)
     assert {token.kind for token in trace.tokens} == {"plain"} and trace.slots() == []
-    assert "Acceptance by slot" not in page(trace)
+    assert "Acceptance by slot" not in page(trace) and "generate --profile takes decoding apart" in page(trace)
 
 
 def test_a_trace_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_path):
@@ -339,8 +356,3 @@ def test_an_unknown_bandwidth_is_said(opened):
     assert "specmlx doctor --measure" in html and "% of the bus" not in html
     # 16.73 GB a round at τ 2.5: an M5 Pro's 307 GB/s allow 45.9.
     assert "<td>M5 Pro</td><td>307</td><td>45.9</td>" in html
-
-
-def test_help_has_an_example():
-    result = run("view", "--help")
-    assert result.exit_code == 0 and "specmlx view trace.json -o trace.html" in result.stdout

@@ -88,14 +88,17 @@ class Reply:
 
 
 def summary(response: GenerationResponse) -> str:
-    """One line on a finished generation: tokens, acceptance length, speed of decoding and end to end, mode."""
+    """One line on a finished generation: tokens, acceptance length, speeds, mode, and how many passes were plain."""
     stats = response.stats
     seconds = stats.prefill_seconds + stats.decode_seconds
     speculative = f", {stats.acceptance_length:.2f} tokens per target pass ({stats.rounds} passes)"
+    mode = stats.mode
+    if mode == "speculative" and stats.plain_share:
+        mode += f" in {1 - stats.plain_share:.0%} of the passes, plain in {stats.plain_share:.0%}"
     held = f" ({response.cached_tokens} of them cached)" if response.cached_tokens else ""
     return (
         f"{response.prompt_tokens} prompt{held} and {response.generation_tokens} generated tokens"
         f"{speculative if stats.mode == 'speculative' else ''}, decoding {response.generation_tps:.1f} tok/s, "
         f"end to end {response.generation_tokens / max(seconds, 1e-9):.1f} tok/s, "
-        f"peak memory {response.peak_memory:.2f} GB, {stats.mode}{f' ({stats.reason})' if stats.reason else ''}"
+        f"peak memory {response.peak_memory:.2f} GB, {mode}{f' ({stats.reason})' if stats.reason else ''}"
     )

@@ -11,9 +11,14 @@ from specmlx.cli import options
 from specmlx.cli.terminal import answers, note
 
 WRONG = "always wrong"
+EPILOG = """\b
+Examples:
+  specmlx bench --model demo --runs 3 --output bench.json
+  specmlx bench --model owner/name --draft-model owner/drafter --suite code,math --plot bench.png
+"""
 
 
-@click.command(short_help="Measure plain and speculative decoding by turns.")
+@click.command(short_help="Measure plain and speculative decoding by turns.", epilog=EPILOG)
 @options.model_options
 @options.draft_model_option
 @click.option(
@@ -44,8 +49,7 @@ def bench(
 ) -> None:
     """Answer the prompts of each suite greedily: plainly, with all that the drafter proposes, and with as much as is
     fastest, by turns (ABBA). Speed-ups are printed only if all answers are the same; the exit code is 1 if they aren't.
-
-    Example: specmlx bench --model demo --runs 3 --output bench.json
+    The suites' prompts were written for specmlx, under its licence.
     """
     texts = _texts(target.model, suite, prompts)
     if output is not None and not output.absolute().parent.is_dir():

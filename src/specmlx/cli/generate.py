@@ -14,11 +14,17 @@ from specmlx.cli.launched import joined
 from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, note, prefill_status
 
+EPILOG = """\b
+Examples:
+  specmlx generate --prompt "Can you count from 62 up to 73?" --num-draft-tokens full --profile
+  specmlx generate --model owner/name --draft-model owner/drafter --temp 0.7 --seed 1 -m 500 --trace trace.json
+"""
+
 # A held-out question of the demo's: its training never saw it.
 PROMPT = "Please write a class Trip in Python that has map and lamp and picture."
 
 
-@click.command(short_help="Answer one prompt.")
+@click.command(short_help="Answer one prompt.", epilog=EPILOG)
 @options.model_options
 @options.draft_model_option
 @draft_options
@@ -35,7 +41,9 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 @click.option("--verbose", type=bool, default=True, show_default=True, help="False prints the answer only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
 @click.option(
-    "--trace", type=click.Path(dir_okay=False, path_type=Path), help="Keep what each round did: specmlx view."
+    "--trace",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Keep what each round did, and --profile's phases: specmlx view.",
 )
 @click.option("--profile", is_flag=True, help="Print decoding's seconds by phase; waits for each, so it is slower.")
 @options.kv_options
@@ -124,9 +132,12 @@ def _check_together(prompt: str, prompt_cache_file: str | None) -> None:
 
 
 def _phases(phases: dict[str, float]) -> str:
+    from specmlx.speculation.profile import HOST, host_share
+
     whole = sum(phases.values())
     lines = [f"  {name:<16} {seconds:8.3f} s {seconds / whole:6.1%}" for name, seconds in phases.items()]
-    return "\n".join(["decoding by phase, each waited for (without --profile they overlap):", *lines])
+    share = f"Python outside model calls ({', '.join(HOST)}): {host_share(phases):.1%}"
+    return "\n".join(["decoding by phase, each waited for (without --profile they overlap):", *lines, share])
 
 
 def _recorder(trace: Path | None) -> Any:

@@ -266,11 +266,11 @@ def effective_mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:
     why = f" ({stats.reason})" if stats.reason else ""
     if model.draft_model is None or num_draft_tokens == 0:
         return f"plain decoding{why}"
-    width = model.draft_model.max_width if isinstance(num_draft_tokens, str) else num_draft_tokens
+    drafter, most = type(model.draft_model).__name__, model.draft_model.max_width
     if num_draft_tokens == "auto":
-        # All that it could say at the beginning is that it is being measured.
-        why = ", as many as is fastest"
-    return f"speculative decoding with {type(model.draft_model).__name__}, up to {width} drafted tokens a pass{why}"
+        return f"{drafter} drafts, auto width: 0 (plain decoding) to {most} tokens a pass, whatever is fastest"
+    width = most if isinstance(num_draft_tokens, str) else num_draft_tokens
+    return f"speculative decoding with {drafter}, up to {width} drafted tokens a pass{why}"
 
 
 def check_width(drafter: Any, num_draft_tokens: int | str, reason: str | None = None) -> None:

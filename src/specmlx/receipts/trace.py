@@ -12,6 +12,7 @@ FORMAT = "specmlx-trace-1"
 # The drafter's guess; the target's own token after a wrong guess, after a whole right proposal, without a proposal.
 DRAFTED, CORRECTED, BONUS, PLAIN = KINDS = ("drafted", "corrected", "bonus", "plain")
 
+PROMPT = "prompt"
 # Drafted tokens of a round: a page shows each of them.
 _MOST = 1000
 
@@ -76,6 +77,16 @@ class Trace:
         """Tokens delivered per round (τ)."""
         return len(self.tokens) / len(self.rounds) if self.rounds else 0.0
 
+    @property
+    def decoding(self) -> dict[str, float]:
+        """The phases but for the prompt."""
+        return {name: seconds for name, seconds in self.phases.items() if name != PROMPT}
+
+    @property
+    def profiled(self) -> bool:
+        """Whether decoding was taken apart."""
+        return len(self.decoding) > 1
+
     def slots(self) -> list[tuple[int, int]]:
         """For each drafted slot: in how many rounds it was judged, and in how many of these accepted.
 
@@ -137,7 +148,7 @@ class Recorder:
             finish_reason=last.finish_reason,
             tokens=self.tokens,
             rounds=self.rounds,
-            phases={"prompt": stats.prefill_seconds} | (stats.phases or {"decoding": stats.decode_seconds}),
+            phases={PROMPT: stats.prefill_seconds} | (stats.phases or {"decoding": stats.decode_seconds}),
             account=None if account is None else account_object(account),
             machine=asdict(this_machine()),
             versions={"specmlx": specmlx.__version__},

@@ -116,7 +116,9 @@ def generate_tokens(
         if ahead is None:
             # Nothing goes out with it: what is lazy could not be evaluated if another thread goes on.
             mx.async_eval(conversation.draft_arrays())
+        waiting = time.perf_counter()
         (read,) = round.read(conversation.states)
+        stats.device_seconds += round.sent + time.perf_counter() - waiting
         given, accepted, bad_rows = read.tokens(target.vocab_size), read.accepted, read.bad_rows
         before, read_at = read_at, time.perf_counter()
         widths.observed(round.width, accepted, before and read_at - before)
@@ -133,10 +135,11 @@ def generate_tokens(
             stats.deliver(from_draft=n < accepted)
             finish = finish_reason(token, stop_tokens, stats.generation_tokens, max_tokens)
             leaving = Token(token, round.logprobs[0][n], n < accepted, finish)
-            stats.decode_seconds += time.perf_counter() - clock
+            now = time.perf_counter()
             # Last of all, so that an interrupt leaves as little as can be in the conversation that nobody was given.
             conversation.unobserved = round.observable if drafter else None
             conversation.commit(n + 1, token)
+            stats.committed(now - clock, time.perf_counter() - now)
             yield leaving
             clock = time.perf_counter()
             if finish:

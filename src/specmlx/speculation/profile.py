@@ -1,7 +1,7 @@
 """Where the time of a generation goes: each phase waits for the device at its end, so nothing overlaps."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,12 @@ from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.state.layers import LayerStates, Pass
 
-DRAFT, OBSERVE, VERIFY, ACCEPT, DETOKENIZE = "draft", "observe", "verify", "accept", "detokenize"
+DRAFT, OBSERVE, VERIFY, ACCEPT = "draft", "observe", "verify", "accept"
+READ, COMMIT, DETOKENIZE = "send and read", "commit", "detokenize"
 OTHER = "other host work"
-"""Handing tokens out, the commits (an integer each: rows are folded by the next verify), Python between the phases."""
+"""Python between the phases: the width, handing tokens out, counting."""
+HOST = (COMMIT, DETOKENIZE, OTHER)
+"""What is Python alone: a commit is an integer, whose rows the next verify folds."""
 
 
 class Phases:
@@ -33,8 +36,15 @@ class Phases:
 
     def finish(self) -> None:
         """Call what decoding took beside its phases by its name."""
-        inside = sum(self.stats.phases.get(name, 0.0) for name in (DRAFT, OBSERVE, VERIFY, ACCEPT))
-        self.stats.phases[OTHER] = max(0.0, self.stats.decode_seconds - inside)
+        phases, stats = self.stats.phases, self.stats
+        phases |= {READ: stats.device_seconds, COMMIT: stats.commit_seconds}
+        inside = sum(phases.get(name, 0.0) for name in (DRAFT, OBSERVE, VERIFY, ACCEPT, READ, COMMIT))
+        phases[OTHER] = max(0.0, stats.decode_seconds - inside)
+
+
+def host_share(phases: Mapping[str, float]) -> float:
+    """Of profiled decoding, the share of Python outside the calls of target, drafter and acceptance."""
+    return sum(phases.get(name, 0.0) for name in HOST) / max(sum(phases.values()), 1e-9)
 
 
 class ProfiledTarget:

@@ -1,5 +1,6 @@
 """One round on its way through the device: issued without a look at it, then read at once."""
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -50,6 +51,7 @@ class Round:
     proposal: of γ tokens. verified: the pass over its T = γ + 1 rows. outcome: what is kept.
     observable: the rows and their taps. logprobs: by lane, its T rows `[V]`, which any thread may read: evaluated.
     report: `[B, 2 + γ + T]` int32, all that the host reads: accepted, next anchor, the proposal, which rows are bad.
+    sent: seconds that handing it to the device took.
     """
 
     proposal: Proposal
@@ -58,6 +60,7 @@ class Round:
     observable: Observable
     logprobs: list[list[mx.array]]
     report: mx.array
+    sent: float = 0.0
 
     @property
     def width(self) -> int:
@@ -138,8 +141,9 @@ def check(
     observable = Observable(rows, verified.features)
     scores = [list(lane) for lane in logprobs]
     outputs = [report, outcome.accepted, outcome.next_anchor, scores, *evaluated]
+    begin = time.perf_counter()
     verified = (states if owner is None else owner).dispatch(verified, *outputs)
-    return Round(proposal, verified, outcome, observable, scores, report)
+    return Round(proposal, verified, outcome, observable, scores, report, time.perf_counter() - begin)
 
 
 def _extended(history: list[int], after: Round) -> mx.array:

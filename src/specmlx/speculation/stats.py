@@ -11,7 +11,10 @@ class Stats:
     proposed: drafted tokens that were verified. accepted: drafted tokens that were delivered.
     accept_histogram: rounds by how many drafted tokens they delivered, index 0..width.
     context: sum over rounds of the rows that were in the state before each round's own (keys are read up to there).
-    draft_passes: rounds with a proposal. phases: decoding's seconds by phase, where it was profiled (else empty).
+    draft_passes: rounds with a proposal.
+    commit_seconds, device_seconds: of decode_seconds, what letting rows in took, and what handing rounds to the device
+        and waiting for them took.
+    phases: decoding's seconds by phase, where it was profiled (else empty).
     mode: "speculative" or "plain"; reason: why it is plain, why rows are handled one by one, or which kernels differ by
         the number of rows.
     """
@@ -27,6 +30,8 @@ class Stats:
     decode_seconds: float = 0.0
     context: int = 0
     draft_passes: int = 0
+    commit_seconds: float = 0.0
+    device_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -38,6 +43,11 @@ class Stats:
     def acceptance_length(self) -> float:
         """Tokens delivered per round (τ); 0 before the first round."""
         return self.generation_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def plain_share(self) -> float:
+        """Of the rounds, those without a proposal."""
+        return 1 - self.draft_passes / self.rounds if self.rounds else 0.0
 
     def begin_round(self, proposed: int, context: int = 0) -> None:
         """Count a verify pass over `proposed` drafted tokens after `context` rows; none is delivered yet."""
@@ -56,6 +66,11 @@ class Stats:
             self._bin(self._in_round, -1)
             self._in_round += 1
             self._bin(self._in_round, +1)
+
+    def committed(self, before: float, seconds: float) -> None:
+        """Count the seconds of decoding before a token's commit, and the commit's own."""
+        self.commit_seconds += seconds
+        self.decode_seconds += before + seconds
 
     def snapshot(self) -> "Stats":
         """A copy that later rounds do not change."""

@@ -9,6 +9,7 @@ from itertools import accumulate
 from specmlx.receipts.chips import CHIPS
 from specmlx.receipts.trace import BONUS, CORRECTED, DRAFTED, PLAIN, Trace
 from specmlx.receipts.view.charts import bars, lines
+from specmlx.speculation.profile import HOST, host_share
 
 LEGEND = {
     DRAFTED: "guessed by the drafter, confirmed by the target",
@@ -144,7 +145,13 @@ def _slots(trace: Trace) -> str:
 
 def _phases(trace: Trace) -> str:
     rows = [(name, value, seconds(value)) for name, value in trace.phases.items()]
-    return _section("Seconds by phase", bars("Seconds by phase", rows))
+    words = "<p class=faint>generate --profile takes decoding apart.</p>"
+    if trace.profiled:
+        words = (
+            f"<p>Python outside model calls ({escape(', '.join(HOST))}): {100 * host_share(trace.decoding):.1f} % of "
+            "decoding.</p><p class=faint>Each phase was waited for; without --profile they overlap.</p>"
+        )
+    return _section("Seconds by phase", bars("Seconds by phase", rows) + words)
 
 
 def _bytes(trace: Trace) -> list[str]:
