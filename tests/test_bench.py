@@ -11,6 +11,7 @@ from specmlx.cli.bench_report import lines
 from specmlx.generation import stream_generate
 from specmlx.loading import load
 from specmlx.receipts.benchmark import AlwaysWrong, Sample, Spread, answer, differing, measure, table
+from specmlx.receipts.machine import this_machine
 from specmlx.receipts.suites import SUITES, suite
 from specmlx.speculation.profile import host_share
 from specmlx.speculation.sampling import make_sampler
@@ -90,6 +91,14 @@ def test_the_command_states_machine_versions_weights_parity_and_figures(director
     assert [row["mode"] for row in rows] == ["plain", "full", "auto"] and not report["differing"]
     assert all(row["answers"] == 4 and row["tokens"] == 16 for row in rows)
     assert rows[1]["decode_ratio"]["median"] > 0 and rows[1]["acceptance_length"] >= 1
+
+
+def test_a_plot_has_the_modes_and_the_machine(directory, prompts, tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'specmlx[plot]'")
+    picture = tmp_path / "x.svg"
+    command = ["bench", "--model", str(directory), "--prompts", str(prompts), "--plot", str(picture), *QUICK]
+    assert CliRunner().invoke(main, command).exit_code == 0
+    assert all(word in picture.read_text() for word in ("plain", "full", "auto", this_machine().chip))
 
 
 def test_a_floor_that_is_not_reached_is_exit_code_1(directory, prompts):

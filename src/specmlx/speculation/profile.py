@@ -16,6 +16,7 @@ DRAFT, OBSERVE, VERIFY, ACCEPT = "draft", "observe", "verify", "accept"
 READ, COMMIT, DETOKENIZE = "send and read", "commit", "detokenize"
 OTHER = "other host work"
 """Python between the phases: the width, handing tokens out, counting."""
+PHASES = (DRAFT, VERIFY, ACCEPT, READ, COMMIT, OBSERVE, DETOKENIZE, OTHER)
 HOST = (COMMIT, DETOKENIZE, OTHER)
 """What is Python alone: a commit is an integer, whose rows the next verify folds."""
 
@@ -36,10 +37,11 @@ class Phases:
 
     def finish(self) -> None:
         """Call what decoding took beside its phases by its name."""
-        phases, stats = self.stats.phases, self.stats
-        phases |= {READ: stats.device_seconds, COMMIT: stats.commit_seconds}
-        inside = sum(phases.get(name, 0.0) for name in (DRAFT, OBSERVE, VERIFY, ACCEPT, READ, COMMIT))
-        phases[OTHER] = max(0.0, stats.decode_seconds - inside)
+        stats = self.stats
+        found = stats.phases | {READ: stats.device_seconds, COMMIT: stats.commit_seconds}
+        inside = sum(seconds for name, seconds in found.items() if name != DETOKENIZE)
+        found[OTHER] = max(0.0, stats.decode_seconds - inside)
+        stats.phases = {name: found[name] for name in PHASES if name in found}
 
 
 def host_share(phases: Mapping[str, float]) -> float:
