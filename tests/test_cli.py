@@ -16,9 +16,9 @@ from specmlx.formats.checkpoint import read_config
 from specmlx.responses import GenerationResponse, summary
 from specmlx.speculation.stats import Stats
 
-FIELDS = """text tokens prompt_tokens cached_tokens generation_tokens rounds proposed accepted acceptance_length
-    accept_histogram prefill_seconds decode_seconds prompt_tps generation_tps end_to_end_tps peak_memory
-    finish_reason mode reason"""
+FIELDS = """text tokens prompt_tokens cached_tokens generation_tokens rounds draft_passes proposed accepted
+    acceptance_length accept_histogram prefill_seconds decode_seconds phases prompt_tps generation_tps end_to_end_tps
+    peak_memory finish_reason mode reason"""
 # As fast as it is on a busy machine, drafting may not pay: then a request decodes plainly, and says so.
 FULL = ["--num-draft-tokens", "full"]
 

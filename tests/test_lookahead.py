@@ -141,6 +141,22 @@ def test_a_round_is_sent_before_the_one_before_it_is_read_and_each_is_waited_for
     assert shown.startswith("send wait " * (rounds - 1)) and log.count("wait") == rounds + 1
 
 
+@pytest.mark.parametrize("lookahead", [True, False])
+@pytest.mark.parametrize("kind", ["dspark", "dflash", None])
+def test_the_demo_pair_is_waited_for_once_a_round(demo, kind, lookahead):
+    target, drafters, prompt, _ = demo
+    states, stats = Watched(target.new_states().layers), Stats()
+    conversation, by = Conversation(states), drafters.get(kind)
+    tokens = generate_tokens(
+        target, conversation, prompt, Policy(), by, max_tokens=24, stats=stats, lookahead=lookahead
+    )
+    assert len([*tokens]) == 24
+    # The prompt's own pass is waited for once.
+    assert states.log.count("wait") == stats.rounds + 1
+    sent = "wait send send wait" if lookahead else "wait send wait send"
+    assert " ".join(states.log).startswith(sent) and states.log.count("send") <= stats.rounds + lookahead
+
+
 POLICIES = {
     "greedy": lambda: Policy(),
     "rejection": lambda: Policy(make_sampler(0.8, top_p=0.95)),
