@@ -205,6 +205,16 @@ def test_short_requests_find_out_that_a_width_was_wrongly_held_to_be_dear(times,
     assert sum(machine.widths) > 4 * len(machine.widths)
 
 
+def test_a_drafter_that_gives_fewer_tokens_than_asked_does_not_end_trying():
+    widths, asked = AutoWidth(7), []
+    for _ in range(120):
+        asked.append(widths.choose())
+        width = min(asked[-1], 2)
+        widths.observed(width, width, 1 + 0.05 * width)
+    late = asked[40:]
+    assert len({*asked}) > 3 and max(late) > 2
+
+
 def test_equal_observations_give_equal_widths():
     runs = [Machine("stepped", "cheap", "alternating") for _ in range(2)]
     for run in runs:

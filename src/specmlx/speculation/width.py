@@ -33,6 +33,8 @@ STALE, LONG_STALE, SURE = 48, 192, 1.3
 DOUBTFUL = 0.15
 # A request's first rounds count as trying: they go by what earlier requests were like.
 FIRST = 8
+# Rounds after which one that was to be tried has been seen, whatever became of it.
+UNDER_WAY = 4
 # How likely a slot is thought to survive before anything is known of it.
 PRIOR = 0.7
 # The same where drafting is tried again after it did not pay.
@@ -163,6 +165,7 @@ class AutoWidth:
         # Widths that are tried in the next rounds, and those under way.
         self._next: list[int] = []
         self._trying: list[int] = []
+        self._tried_at = 0
 
     def keep(self) -> None:
         """Write what was learnt to the file."""
@@ -206,6 +209,7 @@ class AutoWidth:
         if not self._next:
             return self.current
         self._trying.append(self._next.pop())
+        self._tried_at = self._observed
         return self._trying[-1]
 
     def observed(self, width: int, accepted: int, seconds: float | None) -> None:
@@ -222,6 +226,9 @@ class AutoWidth:
         self._work += seconds
         self.costs.observe(width, seconds)
         self._observed += 1
+        if self._observed > self._tried_at + UNDER_WAY:
+            # It came out narrower: the drafter had no more, or there was no room.
+            self._trying.clear()
         if not self.costs.known(0):
             return
         gained = (accepted + 1) * self.costs.seconds(0)[0] - usual
