@@ -2,9 +2,10 @@
 
 `python benchmarks/run.py` takes the demo pair's held-out questions to the demo pair's files, and to a pair that nobody
 trained (bigram.py); `benchmarks/peers.sh` makes the other programs' environments in .peers/. Each program is a process
-of its own that only works when it is asked (worker.py). A turn asks all of them for one prompt, one after the other and
-then backwards. The table has the median and quartiles of the ratio to mlx-lm's speed in the same turn, end to end; a
-program whose tokens are not mlx-lm's has no ratio. One that is not installed or fails is told in a line.
+of its own that only works when it is asked (worker.py). A turn asks mlx-lm, the program twice, and mlx-lm. The table
+has the median and quartiles of the ratio to mlx-lm's speed in the same turn, end to end (mlx-lm's own row is its last
+answer against its first: how steady the machine is); a program whose tokens are not mlx-lm's has no ratio. One that is
+not installed or fails is told in a line.
 """
 
 import contextlib
@@ -85,31 +86,39 @@ class Program:
             timer.cancel()
 
 
+Turn = tuple[list[dict], list[dict]]
+"""Answers of the reference, and of a program."""
+
+
 def compare(running: list[Program], prompts: list[list[int]], runs: int, max_tokens: int) -> list[dict]:
     """A row a program that answered everything. The first prompt is asked once more before, which doesn't count."""
-    turns, failed = [], {program.name for program in running if program.ask(prompts[0], max_tokens) is None}
-    for prompt in prompts:
-        for _ in range(runs):
-            turn: dict[str, list[dict]] = {program.name: [] for program in running}
-            for program in [*running, *reversed(running)]:
-                if program.name in failed:
-                    continue
-                if (answer := program.ask(prompt, max_tokens)) is None:
-                    failed.add(program.name)
-                else:
-                    turn[program.name].append(answer)
-            turns.append(turn)
-    for name in failed:
+    reference = next((program for program in running if program.name == REFERENCE), None)
+    if reference is None or len(running) < 2:
+        raise click.ClickException(f"there is nothing to compare: {REFERENCE} and one more program must run")
+    failed = {program.name for program in running if program.ask(prompts[0], max_tokens) is None}
+    turns: dict[str, list[Turn]] = {program.name: [] for program in running if program is not reference}
+    for prompt in prompts * runs:
+        for program in running:
+            if program is reference or {program.name, REFERENCE} & failed:
+                continue
+            order = (reference, program, program, reference)
+            answers = [each.ask(prompt, max_tokens) for each in order]
+            failed |= {each.name for each, answer in zip(order, answers, strict=True) if answer is None}
+            turns[program.name].append((answers[::3], answers[1:3]))
+    for name in sorted(failed):
         click.echo(f"{name}: failed while answering (python benchmarks/worker.py '{name}' PAIR shows why)", err=True)
-    if REFERENCE in failed:
-        raise click.ClickException(f"there is nothing to compare with: {REFERENCE} failed")
-    return [_row(program.name, turns) for program in running if program.name not in failed]
+    whole = {name: of_it for name, of_it in turns.items() if not {name, REFERENCE} & failed}
+    if not whole:
+        raise click.ClickException("there is nothing to compare: see above")
+    # The reference against itself, before and after the other's answers: how steady the machine is.
+    own = [([before], [after]) for of_it in whole.values() for (before, after), _ in of_it]
+    return [_row(REFERENCE, own), *(_row(name, of_it) for name, of_it in whole.items())]
 
 
-def _row(name: str, turns: list[dict[str, list[dict]]]) -> dict:
-    answers = [answer for turn in turns for answer in turn[name]]
-    same = all(answer["tokens"] == turn[REFERENCE][0]["tokens"] for turn in turns for answer in turn[name])
-    ratios = [_seconds(turn[REFERENCE]) / _seconds(turn[name]) for turn in turns]
+def _row(name: str, turns: list[Turn]) -> dict:
+    answers = [answer for _, its in turns for answer in its]
+    same = all(answer["tokens"] == theirs[0]["tokens"] for theirs, its in turns for answer in its)
+    ratios = [_seconds(theirs) / _seconds(its) for theirs, its in turns]
     tokens = sum(len(answer["tokens"]) for answer in answers)
     return {
         "program": name,
@@ -140,7 +149,7 @@ def _python(name: str) -> str | None:
 @click.option(
     "--prompts", type=click.IntRange(min=1), default=6, show_default=True, help="How many of the held-out questions."
 )
-@click.option("--runs", type=click.IntRange(min=1), default=2, show_default=True, help="Turns for each prompt.")
+@click.option("--runs", type=click.IntRange(min=1), default=1, show_default=True, help="Turns for each prompt.")
 @click.option("--max-tokens", "-m", default=96, show_default=True)
 @click.option("--only", multiple=True, help="Some programs only; mlx-lm is always one of them.")
 @click.option("--json", "as_json", is_flag=True)

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from demo_kit import TOKENIZER
 
@@ -60,5 +61,13 @@ def test_other_tokens_have_no_ratio_and_what_fails_is_told_and_left_out(capsys):
     assert rows.keys() == {"mlx-lm", "fast", "wrong"}
     assert rows["fast"]["ratio"]["median"] == 4 and rows["fast"]["tokens_per_pass"] == 1.5
     assert rows["wrong"]["ratio"] is None and not rows["wrong"]["same_tokens"]
+    # mlx-lm's own row is made of its answers around the other's.
+    assert rows["mlx-lm"]["ratio"] == {"median": 1, "low": 1, "high": 1}
     told = capsys.readouterr().err
     assert told.count("\n") == 2 and "late: failed while answering" in told and "never: failed while" in told
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_without_mlx_lm_there_is_nothing_to_compare(fails_at):
+    with pytest.raises(click.ClickException, match="nothing to compare"):
+        run.compare([Said("mlx-lm", 1.0, fails_at=fails_at), Said("fast", 0.5)], [[5]], 1, 8)
