@@ -61,7 +61,9 @@ def answer(model, tokenizer) -> tuple[list[int], Stats]:
     width = model.draft_model.max_width
     found = list(specmlx.stream_generate(model, tokenizer, prompt, 24, num_draft_tokens=width))
     stats = found[-1].stats
-    return [r.token for r in found], replace(stats, prefill_seconds=0, decode_seconds=0, commit_seconds=0, device_seconds=0, phases={})
+    return [r.token for r in found], replace(
+        stats, prefill_seconds=0, decode_seconds=0, commit_seconds=0, device_seconds=0, phases={}
+    )
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
