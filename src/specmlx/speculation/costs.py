@@ -79,9 +79,10 @@ class Costs:
             self._begun.add(width)
             return
         variance = self._variance
-        own = np.diagonal(variance)[1:]
         self._table = None
-        variance[np.diag_indices_from(variance)] += np.append(_DRIFT**2, np.where(own < _OLDEST**2, _AGING**2, 0.0))
+        variance[0, 0] += _DRIFT**2
+        own = np.einsum("ii->i", variance)[1:]
+        own[own < _OLDEST**2] += _AGING**2
         if width not in self._widths:
             self._add(width, seconds)
             return
@@ -124,8 +125,9 @@ class Costs:
             # There is nothing that it could be compared with (a Schmidt-Kalman filter: its doubt counts all the same).
             gain[1:] = 0
         self._mean = self._mean + gain * off
-        both = np.outer(gain, toward)
-        self._variance = variance - both - both.T + (chance + noise) * np.outer(gain, gain)
+        # P - K hP - (K hP)' + K (hPh + r) K', in one product less.
+        both = gain[:, None] * (toward - 0.5 * (chance + noise) * gain)
+        self._variance = variance - both - both.T
 
     def seconds(self, most: int) -> list[float]:
         """Seconds of a round of width 0..most; between and beyond the known ones along straight lines."""
