@@ -259,9 +259,14 @@ def test_costs_are_kept_in_a_file_that_may_be_missing_damaged_or_in_the_way(tmp_
     assert not load(file).known(0)
     save(file, Costs({0: 1.0, 7: 1.5}))
     assert load(file).table() == {0: 1.0, 7: 1.5} and load(file).survival == [] and [*file.parent.iterdir()] == [file]
-    for damaged in ("", "[]", '{"seconds": 3}', '{"seconds": {"a": 1}}', '{"seconds": {"0": -1}}'):
+    tables = ['{"a": 1}', '{"0": -1}', '{"0": NaN}', '{"0": 1e308, "4": 1e-320}', '{"0": 1, "99999999": 2}']
+    rest = '"doubts": {}, "survival": [], "credit": 0, "since_plain": 0'
+    tables = [f'{{"seconds": {table}, {rest}}}' for table in tables]
+    for damaged in ("", "[]", "[" * 200_000, '{"seconds": 3}', '{"seconds": {"0": 1}, "survival": []}', *tables):
         file.write_text(damaged)
         assert not load(file).known(0)
+    file.write_text(f'{{"seconds": {{"0": 1}}, {rest}}}')
+    assert load(file).known(0)
     save(tmp_path / "widths" / file.name / "below", Costs({0: 1.0}))
     # With what an earlier process measured, there is nothing to calibrate.
     assert AutoWidth(7, Costs({0: 1.0, 7: 1.1})).choose() == 7

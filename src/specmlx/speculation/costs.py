@@ -23,6 +23,8 @@ _REQUEST, _DRIFT = 2.0, 0.03
 _ONCE, _KNOWN, _AGING, _OLDEST = 0.3, 0.2, 0.004, 0.4
 # A round is off by chance up to so many deviations, which the last so many rounds tell.
 _LIMIT, _LAST = 2.0, 16
+# What a kept table may hold; anything else was damaged: least and most seconds, the widest width, bytes.
+_QUICKEST, _SLOWEST, _WIDEST, _LONGEST = 1e-9, 1e9, 255, 1 << 16
 # A round of w drafted tokens is held to no more than w + this times a plain one: what is wrong beyond that, by whatever
 # accident, is put right by trying it.
 _DEAREST = 3
@@ -189,13 +191,14 @@ def costs_file(*fingerprints: str) -> Path:
 def load(file: Path) -> Costs:
     """What an earlier process measured; nothing where the file is missing or is no table of seconds."""
     try:
-        kept = json.loads(file.read_text())
+        with file.open(encoding="utf-8") as text:
+            kept = json.loads(text.read(_LONGEST))
         seconds, doubts = ({int(w): float(each) for w, each in kept[name].items()} for name in ("seconds", "doubts"))
         survival = [float(chance) for chance in kept["survival"]]
         credit, since_plain = float(kept["credit"]), int(kept["since_plain"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return Costs()
-    fine = all(width >= 0 and 0 < each < math.inf for width, each in seconds.items())
+    fine = all(0 <= width <= _WIDEST and _QUICKEST <= each <= _SLOWEST for width, each in seconds.items())
     fine = fine and all(0 <= each <= _OLDEST for each in doubts.values()) and since_plain >= 0
     fine = fine and all(0 <= chance <= 1 for chance in survival) and math.isfinite(credit)
     return Costs(seconds, survival, credit, since_plain, doubts) if fine else Costs()
