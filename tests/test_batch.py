@@ -184,6 +184,7 @@ def test_callables_of_the_user_see_no_row_behind_the_end_of_their_lane(most, tok
             PROMPTS[:2],
             max_tokens=[30, most],
             draft_model=drafter,
+            num_draft_tokens="full",
             logits_processors=[None, watching("lane")],
         )
     finally:
@@ -240,7 +241,7 @@ def test_a_prompt_for_which_memory_is_too_small_beside_others_waits_for_its_turn
     wide = Wide(model.args)
     wide.update(model.parameters())
     prompts = [[7, 8, 9] * n for n in (10, 10, 10, 12, 25, 40)]
-    found = batch_generate(wide, tokenizer, prompts, max_tokens=4, max_lanes=4)
+    found = batch_generate(wide, tokenizer, prompts, max_tokens=4, max_lanes=4, draft_model=None)
     assert found.texts == [*(generate(model, tokenizer, prompt, max_tokens=4) for prompt in prompts[:5]), None]
     assert "120 more tokens need" in str(found.errors[5])
     # Three together, then one, then one, where four lanes would have taken all in two turns.

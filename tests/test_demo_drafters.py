@@ -55,7 +55,8 @@ def test_text_is_the_plain_text_and_most_of_it_is_drafted(name, least, demo, pla
 def test_lanes_of_a_batch_are_given_what_they_would_be_alone(name, demo, plain):
     target, tokenizer = demo
     asked, alone, drafter = plain[0], plain[1]["greedy"], load_drafter(name, target)
-    together = batch_generate(target, tokenizer, asked, max_tokens=160, draft_model=drafter, return_token_ids=True)
+    options = dict(max_tokens=160, num_draft_tokens="full", return_token_ids=True)
+    together = batch_generate(target, tokenizer, asked, draft_model=drafter, **options)
     assert together.token_ids == [text[:-1] for text in alone]
     assert together.stats.passes < max(map(len, alone))
 

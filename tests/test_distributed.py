@@ -167,7 +167,18 @@ SAME = "all have to be asked for the same"
 
 def test_under_mlx_launch_the_first_process_alone_speaks(pair):
     code = "from mlx._distributed_utils.launch import main; main()"
-    specmlx = [sys.executable, "-m", "specmlx", "generate", "--model", pair, "--draft-model", pair / "dspark"]
+    specmlx = [
+        sys.executable,
+        "-m",
+        "specmlx",
+        "generate",
+        "--model",
+        pair,
+        "--draft-model",
+        pair / "dspark",
+        "--num-draft-tokens",
+        "4",
+    ]
     often = ["--temp", "1", "--seed", "3", "--logit-bias", json.dumps({50: 30, 60: 30, 70: 30}), "-m", "12"]
 
     ports = ["--backend", "ring", "-n", "2", "--starting-port", str(free_ports(2))]
