@@ -75,7 +75,9 @@ def test_a_kernel_whose_fault_loses_the_device_does_not_take_the_others_with_it(
     assert len(warned) == 1
 
 
-@pytest.mark.parametrize("damage", ["cut", "of another version", "of another chip", "a list", "a string for seconds"])
+@pytest.mark.parametrize(
+    "damage", ["cut", "of another version", "of another chip", "a list", "deeply nested", "a string for seconds"]
+)
 def test_a_table_that_can_not_be_used_is_made_anew(file, damage):
     races = []
 
@@ -90,6 +92,7 @@ def test_a_table_that_can_not_be_used_is_made_anew(file, damage):
         "of another version": text.replace("specmlx ", "specmlx 0."),
         "of another chip": text.replace("Apple M99", "Apple M1"),
         "a list": "[]",
+        "deeply nested": "[" * 200_000,
         "a string for seconds": text.replace("1.0", '"soon"'),
     }[damage]
     assert edited != text

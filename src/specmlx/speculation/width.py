@@ -186,6 +186,8 @@ class AutoWidth:
             return "plain decoding is measured first"
         if self.current:
             return None
+        if not any(self.costs.known(width) for width in range(1, self.most + 1)):
+            return "rounds that draft are not measured yet"
         seconds, tokens = self.costs.seconds(1), expected_tokens(self.survival.estimates(), 1)
         return (
             f"drafting does not pay now: a round with 1 drafted token takes {seconds[1] / seconds[0]:.2f} times a "

@@ -66,7 +66,7 @@ class Table:
                     )
                     for name, entry in kept["entries"].items()
                 }
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             pass
         return table
 
