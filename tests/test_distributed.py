@@ -258,10 +258,14 @@ def test_a_silent_rank_is_told_from_one_that_is_slow():
     assert b"end 1 \n" in one.recv(4096) and two
 
 
-def test_an_error_of_another_rank_is_told_by_the_first():
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [("no such file: x", "rank 1: no such file: x"), ("rank 1 has another seed", "rank 1 has another seed")],
+)
+def test_an_error_of_another_rank_is_told_by_the_first(text, told):
     process, (one,) = watching(0, 1)
-    one.sendall(b"\nend 2 no such file: x\n")
-    assert ended(process) == (2, "Error: rank 1: no such file: x\n")
+    one.sendall(f"\nend 2 {text}\n".encode())
+    assert ended(process) == (2, f"Error: {told}\n")
 
 
 def test_a_rank_that_is_gone_is_the_reason_of_the_others_errors():

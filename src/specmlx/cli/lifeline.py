@@ -116,7 +116,8 @@ class Lifeline:
         if gone is not None:
             line = f"Error: {gone.text}: the other processes end too\n"
         else:
-            line = f"Error: rank {rank}: {ended.text}\n" if ended.text else ""
+            by = "" if ended.text.startswith("rank ") else f"rank {rank}: "
+            line = f"Error: {by}{ended.text}\n" if ended.text else ""
         # What the first rank has told the others, it has told the user.
         if self.rank == 0 or gone is not None:
             _say(line)
