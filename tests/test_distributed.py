@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from distributed_cases import cases
 from distributed_kit import (
     DIVISIBLE,
@@ -28,6 +29,7 @@ from mlx.utils import tree_flatten
 from publishers import random_fp8
 from rig import NEXT, tiny
 
+from specmlx.cli import SILENCE, main
 from specmlx.cli.lifeline import LIMIT
 from specmlx.formats.scaled import read_scaled
 from specmlx.formats.scaled_linear import place
@@ -197,6 +199,13 @@ def test_other_commands_are_refused_by_one_line_of_the_first_process(tmp_path):
     ended = finished(start_ring(tmp_path, 2, "-m", "specmlx", "chat"), timeout=120)
     refusal = "Error: chat runs in one process: under mlx.launch there is specmlx generate\n"
     assert ended == [(2, "", refusal), (2, "", "")]
+
+
+def test_a_silent_process_leaves_the_first_one_time_to_say_what_is_wrong():
+    begin = time.monotonic()
+    result = CliRunner().invoke(main, ["generate", "--temp", "-1"], env={"MLX_RANK": "1"})
+    assert (result.exit_code, result.output) == (2, "") and time.monotonic() - begin >= SILENCE
+    assert "temp must be 0" in CliRunner().invoke(main, ["generate", "--temp", "-1"], env={"MLX_RANK": "0"}).stderr
 
 
 # When one ends

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import time
 import warnings
 from collections.abc import Iterator
 from importlib import import_module
@@ -33,6 +34,8 @@ _COMMANDS = (
 
 # What several processes do together, under mlx.launch.
 _TOGETHER = "generate"
+# Seconds that a silent process leaves the first one to say what is wrong.
+SILENCE = 1.0
 
 
 class Failure(click.ClickException):
@@ -44,8 +47,10 @@ class Failure(click.ClickException):
         return " ".join(self.message.split()) or "unknown error"
 
     def show(self, file: Any = None) -> None:
-        # Of several processes the first one speaks.
-        if not launched_rank():
+        # Of several processes the first one speaks; mlx.launch ends them all once one has ended.
+        if launched_rank():
+            time.sleep(SILENCE)
+        else:
             super().show(file)
 
 

@@ -89,7 +89,7 @@ def generate(
         for token in extra_eos_token:
             _add_stop_token(tokenizer, token)
         _warm_up(model, tokenizer, num_draft_tokens)
-        text, tokens, response = "", [], None
+        text, tokens, response, mode = "", [], None, ""
         for response in stream_generate(
             model,
             tokenizer,
@@ -108,7 +108,10 @@ def generate(
         ):
             if verbose and not tokens:
                 where = "" if group is None else f" in {group.size()} processes"
-                note(f"{target.model}{where}: {options.effective_mode(model, num_draft_tokens, response.stats)}")
+                mode = f"{target.model}{where}: {options.effective_mode(model, num_draft_tokens, response.stats)}"
+                # mlx.launch forwards both outputs by pipes of their own: what is said now would land in the answer.
+                if group is None:
+                    note(mode)
             tokens.append(response.token)
             text += response.text
             if recorder:
@@ -117,6 +120,8 @@ def generate(
                 click.echo(response.text, nl=False, file=out)
         click.echo(json.dumps(record(text, tokens, response)) if as_json else "", file=out)
         if verbose:
+            if group is not None:
+                note(mode)
             note(summary(response))
         if profile:
             note(_phases(response.stats.phases))
