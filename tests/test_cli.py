@@ -61,6 +61,9 @@ def test_help_lists_the_commands_without_importing_mlx():
 
 def test_what_small_files_tell_is_said_before_what_takes_seconds_to_import(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_5"}')
+    begun = tmp_path / "begun"
+    (begun / "training").mkdir(parents=True)
+    (begun / "training" / "run.json").write_text("{}")
     wrong = {
         "no such directory": ["generate", "--model", tmp_path / "nowhere"],
         "temp must be 0": ["chat", "--temp", "-1"],
@@ -68,6 +71,9 @@ def test_what_small_files_tell_is_said_before_what_takes_seconds_to_import(tmp_p
         "is a drafter (DFlashDraftModel)": ["generate", "--model", "demo/dflash"],
         "no demo part named": ["bench", "--draft-model", "demo/nothing"],
         "can't serve this target: ": ["generate", "--draft-model", tmp_path],
+        f"holds an unfinished training: go on with specmlx train … --out {begun} --resume": [
+            *("generate", "--draft-model", begun)
+        ],
     }
     (tmp_path / "commands.json").write_text(json.dumps([list(map(str, args)) for args in wrong.values()]))
     code = """

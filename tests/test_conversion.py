@@ -183,3 +183,11 @@ def test_what_can_not_be_converted_is_refused_with_nothing_written(case, tmp_pat
     assert word in str(error.value) and "\n" not in str(error.value)
     assert not out.exists() or case == "a directory that is in use"
     assert resolve("demo").is_dir()
+
+
+def test_a_drafter_that_is_named_and_not_written_is_told_of_unless_none_was_asked_for(tmp_path):
+    for flags, told in [((), 1), (("--draft-model", "none"), 0)]:
+        out = tmp_path / f"out-{told}"
+        result = CliRunner().invoke(main, ["convert", "--model", "demo", "--out", str(out), *flags])
+        assert result.exit_code == 0 and not (out / "draft").exists()
+        assert result.stderr.count("not written; --draft-model demo/dspark puts it in draft/") == told

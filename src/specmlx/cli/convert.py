@@ -11,7 +11,9 @@ _BAR = 30
 
 @click.command(short_help="Write a target and its drafter to one directory.")
 @click.option("--model", required=True, metavar="PATH_OR_ID", help="Target: a directory, a Hub id or a .gguf file.")
-@click.option("--draft-model", metavar="PATH_OR_ID|mtp", help="Its drafter, for the folder draft/; mtp: its own head.")
+@click.option(
+    "--draft-model", metavar="PATH_OR_ID|mtp|none", help="Its drafter, for the folder draft/; mtp: its own head."
+)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="A new directory.")
 @click.option("--quantize", type=click.Choice(["2", "3", "4", "5", "6", "8"]), help="Bits of the target's matrices.")
 @click.option("--group-size", type=click.Choice(["32", "64", "128"]), default="64", show_default=True)
@@ -29,11 +31,27 @@ def convert(model: str, draft_model: str | None, out: Path, quantize: str | None
         bar = "#" * filled + "." * (_BAR - filled)
         show_status(f"writing [{bar}] {done / 1e9:.2f} of {total / 1e9:.2f} GB")
 
+    drafter = None if draft_model == "none" else draft_model
     with answers() as stdout:
         try:
-            path = write(model, out, draft_model, int(quantize) if quantize else None, int(group_size), progress)
+            path = write(model, out, drafter, int(quantize) if quantize else None, int(group_size), progress)
         finally:
             show_status("")
-    if draft_model is None and has_mtp(resolve(model)):
+    source = resolve(model)
+    if draft_model is None and (named := _named(source)):
+        note(f"{model} names a drafter, which is not written; --draft-model {named} puts it in draft/")
+    elif draft_model is None and has_mtp(source):
         note("the target's MTP head is left out, since mlx_lm doesn't load it; --draft-model mtp keeps it in draft/")
     click.echo(path, file=stdout)
+
+
+def _named(source: Path) -> str | None:
+    """The drafter that a target's config.json names, or the one in its folder draft/."""
+    from specmlx.formats.checkpoint import read_config
+
+    if not (source / "config.json").is_file():
+        return None
+    name = str(read_config(source).get("draft_model") or "draft")
+    if (source / name).is_dir():
+        return str(source / name)
+    return None if name == "draft" else name

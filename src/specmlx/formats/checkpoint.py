@@ -27,11 +27,16 @@ _DTYPES = {
     mx.bool_: "BOOL",
 }
 
+# Where a folder says how the drafter in it is trained; its config.json comes at the end.
+TRAINING = "training/run.json"
+
 
 def read_config(path: Path, name: str = "config.json") -> dict[str, Any]:
     """A directory's config.json. Raises ValueError where there is none, or no JSON object in it."""
     file = path / name
     if not file.is_file():
+        if (path / TRAINING).is_file():
+            raise ValueError(f"{path} holds an unfinished training: go on with specmlx train … --out {path} --resume")
         raise ValueError(f"{file} not found: a model is a directory with config.json and *.safetensors, or a Hub id")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
