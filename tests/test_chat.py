@@ -134,10 +134,17 @@ def test_chat_answers_forgets_and_quits(directory):
     statistics = [line for line in result.stderr.splitlines() if "generated tokens" in line]
     first, _, third = (line.split(" generated")[0] for line in statistics)
     assert first == third
-    assert result.stderr.count("q quits") == 2
+    assert result.stderr.count("forgets the conversation") == 2
     assert "forgotten" in result.stderr
     single = run("generate", "--model", directory, "-m", 6, "-p", "Hello").stdout
     assert result.stdout.startswith(single) and result.stdout.endswith("\n" + single)
+
+
+@pytest.mark.parametrize("word", ["q", "quit", "exit", " /exit "])
+def test_a_chat_is_left_by_the_words_of_other_programs_too(word, directory):
+    result = run("chat", "--model", directory, "-m", 3, stdin=f"/help\n{word}\nHello\n")
+    assert result.exit_code == 0 and result.stdout == ""
+    assert result.stderr.count("q (quit, exit, /exit) quits") == 2
 
 
 def test_the_budget_of_bytes_is_kept(directory):

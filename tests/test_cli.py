@@ -12,6 +12,7 @@ from demo_kit import OFTEN, write_model
 
 import specmlx
 from specmlx.cli import main
+from specmlx.cli.generate import PROMPT
 from specmlx.formats.checkpoint import read_config
 from specmlx.responses import GenerationResponse, summary
 from specmlx.speculation.stats import Stats
@@ -116,6 +117,12 @@ def test_the_first_line_promises_no_drafting_that_may_not_pay_and_the_last_one_s
         stats.begin_round(proposed)
     response = GenerationResponse("", 1, None, False, 5, 1.0, 8, 1.0, 0.0, "length", stats)
     assert summary(response).endswith("speculative in 25% of the passes, plain in 75%")
+
+
+def test_the_prompt_that_is_answered_where_none_is_given_is_told_and_stdin_is_left_alone(directory):
+    told, *_ = run("generate", "--model", directory, "-m", 2, stdin="Hello\n").stderr.splitlines()
+    assert told == f'no --prompt (- reads stdin), so this one is answered: "{PROMPT}"'
+    assert "no --prompt" not in run("generate", "--model", directory, "-m", 2, "-p", PROMPT).stderr
 
 
 def test_an_error_is_one_line_on_stderr_and_exit_code_2(tmp_path):

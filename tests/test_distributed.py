@@ -180,6 +180,8 @@ def test_under_mlx_launch_the_first_process_alone_speaks(pair):
         pair / "dspark",
         "--num-draft-tokens",
         "4",
+        "--prompt",
+        "Hello",
     ]
     often = ["--temp", "1", "--seed", "3", "--logit-bias", json.dumps({50: 30, 60: 30, 70: 30}), "-m", "12"]
 

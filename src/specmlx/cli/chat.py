@@ -14,7 +14,9 @@ from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, note, prefill_status, show_status
 
-HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answer"
+HELP = "q (quit, exit, /exit) quits, r forgets the conversation, h (/help) shows this; Ctrl-C stops an answer"
+# Lines that are no questions: mlx_lm's letters, and what other programs call them.
+QUIT, HELP_ME = ("q", "quit", "exit", "/exit"), ("h", "/help")
 
 
 @click.command(short_help="Talk with a model.")
@@ -90,14 +92,15 @@ def chat(
     if show_draft:
         note(click.style("This colour: guessed by the drafter, confirmed by the target.", fg="green"))
     for line in _lines():
-        if line == "q":
+        word = line.strip()
+        if word in QUIT:
             break
-        if line == "h":
+        if word in HELP_ME:
             note(HELP)
-        elif line == "r":
+        elif word == "r":
             dialogue = begin()
             note("The conversation is forgotten.")
-        elif line.strip():
+        elif word:
             with answers() as out:
                 last = _answer(dialogue, line, out, show_draft, color)
             if last is not None:

@@ -109,6 +109,8 @@ def generate(
             if verbose and not tokens:
                 where = "" if group is None else f" in {group.size()} processes"
                 mode = f"{target.model}{where}: {options.effective_mode(model, num_draft_tokens, response.stats)}"
+                if _defaulted("prompt"):
+                    mode = f'no --prompt (- reads stdin), so this one is answered: "{prompt}"\n{mode}'
                 # mlx.launch forwards both outputs by pipes of their own: what is said now would land in the answer.
                 if group is None:
                     note(mode)
@@ -134,6 +136,10 @@ def _check_together(prompt: str, prompt_cache_file: str | None) -> None:
         raise ValueError("--prompt - can't be used in several processes: mlx.launch leaves their standard input open")
     if prompt_cache_file is not None:
         raise ValueError("--prompt-cache-file can't be used in several processes, which keep a part each")
+
+
+def _defaulted(option: str) -> bool:
+    return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.DEFAULT
 
 
 def _phases(phases: dict[str, float]) -> str:
@@ -246,7 +252,6 @@ def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.Model
     else:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
     made_with = metadata.get("model", target.model)
-    chosen = click.get_current_context().get_parameter_source("model") is not click.core.ParameterSource.DEFAULT
-    if chosen and made_with != target.model:
+    if not _defaulted("model") and made_with != target.model:
         raise ValueError(f"{file} was made with the model {made_with}: pass --model {made_with}, not {target.model}")
     return replace(target, model=made_with), cache, json.loads(metadata.get("tokenizer_config", "{}"))
