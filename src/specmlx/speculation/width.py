@@ -189,9 +189,10 @@ class AutoWidth:
         if not any(self.costs.known(width) for width in range(1, self.most + 1)):
             return "rounds that draft are not measured yet"
         seconds, tokens = self.costs.seconds(1), expected_tokens(self.survival.estimates(), 1)
+        times = seconds[1] / seconds[0]
         return (
-            f"drafting does not pay now: a round with 1 drafted token takes {seconds[1] / seconds[0]:.2f} times a "
-            f"plain one for about {tokens:.2f} tokens"
+            f"drafting {'is not sure to' if tokens > times else 'does not'} pay now: a round with 1 drafted token takes "
+            f"{times:.2f} times a plain one for about {tokens:.2f} tokens"
         )
 
     def choose(self) -> int:
