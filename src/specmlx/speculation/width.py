@@ -190,9 +190,10 @@ class AutoWidth:
             return "rounds that draft are not measured yet"
         seconds, tokens = self.costs.seconds(1), expected_tokens(self.survival.estimates(), 1)
         times = seconds[1] / seconds[0]
+        surely = "is not sure to" if tokens > times else "does not"
         return (
-            f"drafting {'is not sure to' if tokens > times else 'does not'} pay now: a round with 1 drafted token takes "
-            f"{times:.2f} times a plain one for about {tokens:.2f} tokens"
+            f"drafting {surely} pay now: a round with 1 drafted token takes {times:.2f} times a plain one for about "
+            f"{tokens:.2f} tokens"
         )
 
     def choose(self) -> int:
