@@ -72,6 +72,12 @@ def test_what_small_files_tell_is_said_before_what_takes_seconds_to_import(tmp_p
         "is a drafter (DFlashDraftModel)": ["generate", "--model", "demo/dflash"],
         "no demo part named": ["bench", "--draft-model", "demo/nothing"],
         "can't serve this target: ": ["generate", "--draft-model", tmp_path],
+        "the demo's drafter is demo/dflash2": ["generate", "--draft-model", "dflash2"],
+        "demo is a target; its drafters are demo/dflash, demo/dflash2, demo/dspark, demo/mtp": [
+            *("generate", "--draft-model", "demo")
+        ],
+        f"config.json is a file: name its directory, {tmp_path}": ["chat", "--model", tmp_path / "config.json"],
+        "no such command: generaet; did you mean generate?": ["generaet"],
         f"holds an unfinished training: go on with specmlx train … --out {begun} --resume": [
             *("generate", "--draft-model", begun)
         ],
@@ -301,6 +307,8 @@ def test_what_is_no_model_or_no_fitting_drafter_says_why(copy):
     assert_one_line("--model", copy, say="")
     change_config(copy, model_type="llama")
     assert_one_line("--model", copy, say="can't load the weights")
+    change_config(copy, model_type="lama")
+    assert_one_line("--model", copy, say="has model_type 'lama', which mlx-lm ")
     (copy / "config.json").write_text("{")
     assert_one_line("--model", copy, say="not JSON")
 

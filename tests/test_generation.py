@@ -311,3 +311,8 @@ def test_the_names_of_mlx_lm_are_importable_from_specmlx():
         assert callable(getattr(specmlx, name))
     for name in ("make_prompt_cache", "save_prompt_cache", "load_prompt_cache"):
         assert callable(getattr(specmlx, name))
+
+
+def test_a_sampling_argument_of_its_own_is_refused_with_the_way_to_pass_it():
+    with pytest.raises(TypeError, match=r"generate\(\) takes no temp: pass sampler=make_sampler\(temp="):
+        specmlx.generate(None, None, "Hello", temp=0.7)

@@ -149,6 +149,8 @@ def generate(
     **kwargs: Any,
 ) -> str:
     """The whole text of `stream_generate`, with the same options; `verbose` prints it, and figures on stderr."""
+    if wrong := [name for name in ("temp", "temperature", "top_p", "top_k", "min_p") if name in kwargs]:
+        raise TypeError(f"generate() takes no {wrong[0]}: pass sampler=make_sampler(temp=…, top_p=…, …)")
     text, response = "", None
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         text += response.text

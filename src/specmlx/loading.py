@@ -28,7 +28,7 @@ from specmlx.kernels.choice import Chooser, to_stderr
 from specmlx.kernels.choice.serving import kernel_factory
 from specmlx.kernels.chosen import choose_kernels as choose_layers
 from specmlx.kernels.chosen import mixed, run_by_mlx
-from specmlx.places import AUTO, DEMO, MTP, NGRAM, resolve
+from specmlx.places import AUTO, DEMO, MTP, NGRAM, check_drafter_name, resolve
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
@@ -154,6 +154,7 @@ def _load_drafter(
             raise ValueError("draft_model='mtp' needs a target that was loaded from files: this one was not")
         drafter = load_mtp(model.directory, model, dtype)
     else:
+        check_drafter_name(str(path_or_hf_repo))
         _check_before(str(path_or_hf_repo), model)
         path = resolve(path_or_hf_repo)
         directories.insert(0, path)

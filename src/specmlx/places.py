@@ -10,6 +10,7 @@ from specmlx.targets.config import check_target
 DEMO = "demo"
 AUTO = "auto"
 MTP, NGRAM = "mtp", "ngram"
+_KINDS = ("dflash", "dflash2", "dspark", "mtp")
 
 
 def resolve(path_or_hf_repo: str | Path, revision: str | None = None, local_only: bool = False) -> Path:
@@ -21,7 +22,11 @@ def resolve(path_or_hf_repo: str | Path, revision: str | None = None, local_only
     if name == DEMO or name.startswith(DEMO + "/"):
         return _demo(name)
     if (path := Path(name).expanduser()).exists():
+        if path.is_file() and path.suffix != ".gguf":
+            raise ValueError(f"{name} is a file: name its directory, {path.parent}")
         return path
+    if name in _KINDS:
+        raise ValueError(f"no such directory: {name}; the demo's drafter is {DEMO}/{name}")
     if name.startswith((".", "/", "~")) or name.partition("@")[0].count("/") != 1:
         raise ValueError(f"no such directory: {name} (nor is it a Hub id like owner/name)")
     return download(name, revision, local_only)
@@ -35,10 +40,17 @@ def check_names(model: str, draft_model: str | None) -> None:
         check_target(config, path)
     if draft_model in (None, "none", AUTO, MTP, NGRAM) or _on_hub(draft_model):
         return
+    check_drafter_name(draft_model)
     drafter = resolve(draft_model)
     reasons = [] if config is None else check_pair(config, read_config(drafter))
     if reasons:
         raise ValueError(f"the drafter in {drafter} can't serve this target: {'; '.join(reasons)}")
+
+
+def check_drafter_name(name: str) -> None:
+    """Raise ValueError where a drafter's name is that of the demo's target."""
+    if name == DEMO:
+        raise ValueError(f"{DEMO} is a target; its drafters are {', '.join(f'{DEMO}/{kind}' for kind in _KINDS)}")
 
 
 def _on_hub(name: str) -> bool:
@@ -47,7 +59,7 @@ def _on_hub(name: str) -> bool:
 
 def _demo(name: str) -> Path:
     here = Path(__file__).parent / "demo"
-    known = {"demo": "target", **{f"demo/{kind}": kind for kind in ("dflash", "dflash2", "dspark", "mtp")}}
+    known = {"demo": "target", **{f"demo/{kind}": kind for kind in _KINDS}}
     if name not in known:
         raise ValueError(f"no demo part named {name!r}: there are {', '.join(known)}")
     return here / known[name]

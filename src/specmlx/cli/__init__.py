@@ -5,6 +5,7 @@ import errno
 import time
 import warnings
 from collections.abc import Iterator
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -67,6 +68,8 @@ class Commands(click.Group):
         return getattr(import_module(f"specmlx.cli.{name}"), name)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if near := [] if args[0] in _COMMANDS else get_close_matches(args[0], _COMMANDS, 1):
+            raise Failure(f"no such command: {args[0]}; did you mean {near[0]}?")
         found = super().resolve_command(ctx, args)
         if found[0] != _TOGETHER and join() is not None:
             raise Failure(f"{found[0]} runs in one process: under mlx.launch there is specmlx {_TOGETHER}")

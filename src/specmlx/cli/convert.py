@@ -40,7 +40,7 @@ def convert(model: str, draft_model: str | None, out: Path, quantize: str | None
     source = resolve(model)
     if draft_model is None and (named := _named(source)):
         note(f"{model} names a drafter, which is not written; --draft-model {named} puts it in draft/")
-    elif draft_model is None and has_mtp(source):
+    if draft_model is None and has_mtp(source):
         note("the target's MTP head is left out, since mlx_lm doesn't load it; --draft-model mtp keeps it in draft/")
     click.echo(path, file=stdout)
 

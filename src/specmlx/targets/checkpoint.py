@@ -47,6 +47,8 @@ def load_target(
     config = read_config(path) | (model_config or {})
     check_target(config, path)
     hybrid = config["model_type"] in MODEL_TYPES
+    if not hybrid and "model_file" not in config:
+        _check_known(config, path)
     tensors = tensors_of(path)
     check_sizes(config, tensors, path)
     try:
@@ -130,6 +132,19 @@ def cast(model, dtype: mx.Dtype) -> None:
         return x.astype(mx.float32 if path.endswith(("A_log", *SCALES)) else dtype)
 
     model.update(tree_map_with_path(to, model.parameters()))
+
+
+def _check_known(config: dict[str, Any], path: Path) -> None:
+    from mlx_lm import __version__
+    from mlx_lm.utils import _get_classes
+
+    try:
+        _get_classes(config)
+    except ValueError:
+        kind = config["model_type"]
+        raise ValueError(
+            f"{path} has model_type {kind!r}, which mlx-lm {__version__} can't run: try a newer one"
+        ) from None
 
 
 def _with_adapters(model: Any, adapter_path: str) -> Any:
