@@ -157,6 +157,16 @@ def test_a_calibration_that_was_cut_short_begins_again_and_answers_are_counted_o
     assert run._fitting(20.0) == round((60 - len(run.learned) / 2) / 0.5)
 
 
+def test_each_step_is_told_of_before_it_is_made(target, data, tmp_path):
+    model, tokenizer = load(str(target), draft_model=None)
+    config = drafter_config(model.config, "dflash", 3)
+    settings = Settings(config, steps=11, batch_size=1, accumulate=2, anchors=2, max_tokens=4)
+    told = []
+    records = Run(model, tokenizer, read_rows(data), settings, tmp_path).steps(told.append)
+    assert next(records)["step"] == 10 and told == [*range(1, 11)]
+    assert next(records)["step"] == 11 and told == [*range(1, 12)]
+
+
 def test_two_trainings_in_one_folder_keep_out_of_each_others_way(target, data, tmp_path):
     model, tokenizer = load(str(target), draft_model=None)
     settings = Settings(drafter_config(model.config, "dflash", 3), steps=30)

@@ -15,6 +15,8 @@ from specmlx.cli.terminal import note, show_status, status
 KINDS = ("dflash", "dflash2", "dspark")
 PACKAGINGS = ("zlab", "deepspec", "speculators")
 
+MINUTES = "As many steps as fit, at least 20, instead of --steps; decoding held-out prompts comes on top."
+
 
 def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     try:
@@ -34,9 +36,7 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
 )
 @click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder for the drafter.")
 @click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps.  [default: 1000]")
-@click.option(
-    "--minutes", type=click.FloatRange(min=0, min_open=True), help="As many steps as fit, instead of --steps."
-)
+@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help=MINUTES)
 @click.option("--resume", is_flag=True, help="Go on with the training in --out.")
 @click.option("--block-size", type=int, help="Rows that the drafter runs.  [default: 8]")
 @click.option("--layers", type=int, help="Of the drafter; default: 5 for targets of 24 and more, else 2.")
@@ -147,19 +147,28 @@ def _settings(model: Any, tokenizer: Any, kind: str | None, init: str | None, st
 
 
 def _learn(run: Any) -> None:
+    figures = ""
+
+    def begin(step: int) -> None:
+        if not figures:
+            show_status(f"step {step}: the target answers its prompts, the drafter learns; figures every 10 steps")
+
     with _terminable():
         try:
-            for record in run.steps():
+            for record in run.steps(begin):
+                figures = _line(record)
                 if "held_out_tau" in record:
-                    note(_line(record))
-                show_status(_line(record))
+                    show_status("")
+                    note(figures)
+                show_status(figures)
         except KeyboardInterrupt:
             show_status("")
             note(f"Stopped. Go on with the same command and --resume (checkpoints are in {run.folder}).")
             raise
         except FloatingPointError as error:
             raise ValueError(f"{error}; a lower --learning-rate may help") from None
-    show_status("")
+        finally:
+            show_status("")
 
 
 def _line(record: dict) -> str:

@@ -27,7 +27,7 @@ from specmlx.training.dataset import Row
 from specmlx.training.drafter import DraftLoss, draft_loss
 from specmlx.training.export import check_export, export
 from specmlx.training.lock import LOCK, locked
-from specmlx.training.loop import CHECKPOINT, Schedule, train
+from specmlx.training.loop import CHECKPOINT, Batch, Schedule, train
 
 FOLDER, SETTINGS, ANSWERS = "training", "run.json", "answers.jsonl"
 # Half cross-entropy with the target's distribution, half distance: what the demo's drafters learned best with.
@@ -142,18 +142,18 @@ class Run:
     def parameters(self) -> int:
         return sum(x.size for _, x in tree_flatten(self.drafter.model.parameters()))
 
-    def steps(self) -> Iterator[dict]:
+    def steps(self, begin: Callable[[int], None] = lambda step: None) -> Iterator[dict]:
         """Train, and yield a record every 10 steps: step, of, loss, tau, tokens_per_second, peak_memory (GB).
 
-        Every 100 steps, and at the last, with held_out_tau.
+        Every 100 steps, and at the last, with held_out_tau. `begin` gets each step's number, from 1, before it is made.
         """
         s = self.settings
         if s.steps is None:
             clock = time.perf_counter()
-            yield from self._train(CALIBRATION)
+            yield from self._train(CALIBRATION, begin)
             self.settings = s = replace(s, steps=self._fitting(time.perf_counter() - clock))
             self._write(s)
-        yield from self._train(s.steps)
+        yield from self._train(s.steps, begin)
 
     def held_out_tau(self, most: int = 32) -> float:
         """Teacher-forced τ on rows that are not learned: 1 plus the mean count of leading slots that are right."""
@@ -180,13 +180,19 @@ class Run:
             for name, text in files.items():
                 _replace(folder / name, text)
 
-    def _train(self, steps: int) -> Iterator[dict]:
+    def _train(self, steps: int, begin: Callable[[int], None]) -> Iterator[dict]:
         s = self.settings
+
+        def batch(i: int) -> Batch:
+            if i % s.accumulate == 0:
+                begin(i // s.accumulate + 1)
+            return self.batches(i)
+
         schedule = Schedule(s.learning_rate, steps, warmup=s.warmup, constant=0.5)
         records = train(
             self.drafter.model,
             self.loss,
-            self.batches,
+            batch,
             schedule,
             self.folder,
             betas=(0.9, 0.95),
