@@ -234,3 +234,8 @@ def test_an_export_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="groups of 48"):
         write_demo(tmp_path / "new", bits=4, group_size=48)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_a_limit_takes_the_first_prompts(directory):
+    report = json.loads(run(directory, "--limit", "1", "--json").stdout)
+    assert [found["prompt"] for found in report["comparisons"]["DSpark"]["by_prompt"]] == ["Hello"]

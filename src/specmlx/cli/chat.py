@@ -55,7 +55,7 @@ def chat(
     show_draft: bool,
     color: bool | None,
 ) -> None:
-    """Talk with a model. In it, q quits, r forgets the conversation, h is help; Ctrl-C stops an answer."""
+    """Talk with a model. In it, q (or exit) quits, r forgets the conversation, h is help; Ctrl-C stops answers."""
     sampling.check()
     kv_settings = kv.settings()
     with answers():

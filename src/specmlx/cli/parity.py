@@ -44,6 +44,7 @@ PROMPTS = (
 @options.num_draft_tokens_option("full")
 @click.option("--prompt", "-p", multiple=True, help="May be repeated. Default: some of specmlx's own.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="The first N prompts only.")
 @options.template_options
 @options.max_tokens_option(100)
 @sampling_options
@@ -59,6 +60,7 @@ def parity(
     num_draft_tokens: int | str,
     prompt: tuple[str, ...],
     prompts: Path | None,
+    limit: int | None,
     max_tokens: int,
     prefill_step_size: int,
     reference: str | None,
@@ -69,7 +71,7 @@ def parity(
     On Metal the proof is made with --consistent; how far the default choice of kernels agrees is shown beside it.
     """
     _check(target, sampling, draft_model, reference)
-    texts = _texts(target.model, prompt, prompts)
+    texts = _texts(target.model, prompt, prompts)[:limit]
     with answers() as out, _files(target, reference) as files:
         model, tokenizer = files.load(
             "auto" if "auto" in draft_model else None, drafting=drafting if "auto" in draft_model else None
