@@ -229,7 +229,7 @@ def test_a_killed_process_ends_the_others_with_one_line_each_that_speaks(pair, t
     assert ended[0][0] == 1 and ended[2][0] != 0
     # mlx's ring says things of its own.
     first, _, last = ([line for line in err.splitlines() if line and "[ring]" not in line] for _, _, err in ended)
-    assert first[1:] == ["Error: rank 1 is gone: the other processes end too"] and last == []
+    assert first == ["Error: rank 1 is gone: the other processes end too"] and last == []
 
 
 def watching(rank: int, ends: int, then: str = "time.sleep(30)") -> tuple[subprocess.Popen, list[socket.socket]]:
