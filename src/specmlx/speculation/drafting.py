@@ -5,8 +5,8 @@ import mlx.core as mx
 from specmlx.drafters.proposal import Drafter
 from specmlx.state.conversation import Conversation, Draft, Observable
 
-# Rows of rounds without a proposal that are kept until the drafter is shown them all at once.
-_MOST_WAITING = 64
+# Passes without a proposal, and rows of them, that are kept until the drafter is shown them all at once.
+_PASSES, _ROWS = 64, 2048
 
 
 def observe(conversation: Conversation, drafter: Drafter | None, later: bool = False) -> None:
@@ -30,7 +30,7 @@ def observe(conversation: Conversation, drafter: Drafter | None, later: bool = F
     else:
         # It is new, or missed rows by an interrupt, and would be wrong from then on.
         draft = Draft(drafter, drafter.new_context(1, start=end), end)
-    if not later or draft.known - draft.end >= _MOST_WAITING:
+    if not later or len(draft.waiting) >= _PASSES or draft.known - draft.end >= _ROWS:
         draft = _caught_up(draft)
     conversation.draft = draft
 

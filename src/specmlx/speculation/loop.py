@@ -74,7 +74,8 @@ def generate_tokens(
     owner = conversation.claim() if owner is None else owner
     clock = time.perf_counter()
 
-    for step in prefill(target, conversation, prompt, drafter, prefill_step_size, marks, at_mark):
+    width = widths.choose()
+    for step in prefill(target, conversation, prompt, drafter, prefill_step_size, marks, at_mark, later=width == 0):
         if progress:
             progress(step, len(prompt))
         conversation.check(owner)
@@ -106,7 +107,7 @@ def generate_tokens(
                 raise
             return error
 
-    ahead, width, read_at, reason = None, widths.choose(), None, stats.reason
+    ahead, read_at, reason = None, None, stats.reason
     while True:
         conversation.check(owner)
         width_now = left(width, stats.generation_tokens, conversation.states.room)

@@ -31,12 +31,14 @@ def prefill(
     step_size: int,
     marks: Collection[int] = (),
     at_mark: Callable[[Conversation], None] | None = None,
+    later: bool = False,
 ) -> Iterator[int]:
     """Run everything before the prompt's last token, which becomes pending; yields how much of the prompt is in.
 
-    `at_mark` is called once the conversation has as many rows as one of `marks` says.
+    `at_mark` is called once the conversation has as many rows as one of `marks` says. With `later`, the drafter is shown
+    the last rows when it is to propose.
     """
-    observe(conversation, drafter)
+    observe(conversation, drafter, later)
     before = [] if conversation.pending is None else [conversation.pending]
     ids = [*before, *prompt[:-1]]
     start = conversation.states.length
@@ -49,14 +51,14 @@ def prefill(
         for stop, observed in spans(start, start + len(ids), marks, window):
             watching = drafter if observed else None
             if watching:
-                observe(conversation, drafter)
+                observe(conversation, drafter, later)
             rows = mx.array([ids[at - start : stop - start]], dtype=mx.int32)
             taps = watching.tap_ids if watching else ()
             for tokens, features in target.prefill(conversation.states, rows, taps, step_size):
                 conversation.prefilled(at)
                 if watching:
                     conversation.unobserved = Observable(tokens, features)
-                    observe(conversation, drafter)
+                    observe(conversation, drafter, later and stop not in marks)
                     mx.eval(conversation.draft_arrays())
                 at += tokens.shape[1]
                 yield at - start - len(before)

@@ -35,6 +35,8 @@ DOUBTFUL = 0.15
 FIRST = 8
 # Rounds after which one that was to be tried has been seen, whatever became of it.
 UNDER_WAY = 4
+# While plain decoding stands and nothing is to be tried, it is thought about, and measured, once in so many rounds.
+RESTING = 8
 # How likely a slot is thought to survive before anything is known of it.
 PRIOR = 0.7
 # The same where drafting is tried again after it did not pay.
@@ -156,6 +158,9 @@ class AutoWidth:
         self.survival = Survival(most, self.costs.survival)
         self._observed = 0
         self.current: int | None = None
+        self._reason: str | None = "plain decoding is measured first"
+        self._rest = 0
+        self._last = 0
         self._work = 0.0
         self._spent = self._gained = 0.0
         self._credit = self.costs.credit
@@ -182,14 +187,15 @@ class AutoWidth:
 
     @property
     def reason(self) -> str | None:
-        if self.current is None:
-            return "plain decoding is measured first"
+        """See `Widths.reason`; of the last decision."""
+        return self._reason
+
+    def _explain(self, known: list[int], seconds: list[float], survival: list[float]) -> str | None:
         if self.current:
             return None
-        if not any(self.costs.known(width) for width in range(1, self.most + 1)):
+        if known == [0]:
             return "rounds that draft are not measured yet"
-        seconds, tokens = self.costs.seconds(1), expected_tokens(self.survival.estimates(), 1)
-        times = seconds[1] / seconds[0]
+        tokens, times = expected_tokens(survival, 1), seconds[1] / seconds[0]
         surely = "is not sure to" if tokens > times else "does not"
         return (
             f"drafting {surely} pay now: a round with 1 drafted token takes {times:.2f} times a plain one for about "
@@ -198,6 +204,11 @@ class AutoWidth:
 
     def choose(self) -> int:
         if not self.costs.known(0):
+            return 0
+        if self._rest:
+            self._rest -= 1
+            self._waited += 1
+            self._since_plain += 1
             return 0
         seconds = self.costs.seconds(self.most)
         survival = self.survival.estimates()
@@ -210,7 +221,10 @@ class AutoWidth:
         self._since_plain += 1
         if not self._next and not self._trying:
             self._next = self._trial(known, seconds, measured, survival)
+        self._reason = self._explain(known, seconds, survival)
         if not self._next:
+            if self.current == 0 and not self._trying:
+                self._rest = RESTING - 1
             return self.current
         self._trying.append(self._next.pop())
         self._tried_at = self._observed
@@ -221,14 +235,24 @@ class AutoWidth:
         tried = width in self._trying
         if tried:
             self._trying.remove(width)
+            if not accepted and self.costs.known(width):
+                # Good drafting seldom fails from its first slot on.
+                self._next.clear()
         if width == 0:
             self._since_plain = 0
+        missed, self._last = width and not self._last, width
         if seconds is None:
+            return
+        if self._rest and not width:
+            self._work += seconds
+            self._observed += 1
             return
         # A round that something else slowed down has not spent so much on trying.
         usual = min(seconds, 2 * self.costs.seconds(width)[width]) if self.costs.known(0) else seconds
         self._work += seconds
-        self.costs.observe(width, seconds)
+        # The drafter had to see what it had missed, too.
+        if not (missed and self.costs.begun(width)):
+            self.costs.observe(width, seconds)
         self._observed += 1
         if self._observed > self._tried_at + UNDER_WAY:
             # It came out narrower: the drafter had no more, or there was no room.
@@ -245,9 +269,9 @@ class AutoWidth:
         new = self._untried(known, seconds, survival)
         if new is not None:
             # Its first round won't be measured.
-            return [new] * (1 if self.costs.begun(new) else 2)
+            return [new] * (1 if self.current and self.costs.begun(new) else 2)
         if self.current == 0:
-            again = self._retried(measured) if self._waited > self._wait else None
+            again = self._retried(measured) if self._waited >= self._wait else None
             return [] if again is None else [again] * 3
         if self._paid > FIRST:
             self._wait = FIRST_WAIT
