@@ -35,8 +35,8 @@ def prefill(
 ) -> Iterator[int]:
     """Run everything before the prompt's last token, which becomes pending; yields how much of the prompt is in.
 
-    `at_mark` is called once the conversation has as many rows as one of `marks` says. With `later`, the drafter is shown
-    the last rows when it is to propose.
+    `at_mark` is called once the conversation has as many rows as one of `marks` says. With `later`, the drafter is
+    shown the last rows when it is to propose.
     """
     observe(conversation, drafter, later)
     before = [] if conversation.pending is None else [conversation.pending]
