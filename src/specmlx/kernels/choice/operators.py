@@ -29,11 +29,9 @@ class Packed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class QuantizedMatmul:
-    """x times a packed matrix. Keys: N, K, mode, bits, group_size, dtype."""
+class OnPacked:
+    """What operators on packed matrices have in common. Keys: N, K, mode, bits, group_size, dtype."""
 
-    name: str = "quantized_matmul"
-    address: str = f"{__name__}:QUANTIZED_MATMUL"
     one_order: tuple[str, ...] = ("A", "AX", "B", "V")
     by_rows: bool = True
     firm: bool = False
@@ -61,6 +59,14 @@ class QuantizedMatmul:
     def tolerance(self, key: Key) -> float:
         # The result is rounded once; sums in float32 add little to that.
         return 2**-7 if key["dtype"] == "bfloat16" else 2**-10
+
+
+@dataclass(frozen=True)
+class QuantizedMatmul(OnPacked):
+    """x times a packed matrix."""
+
+    name: str = "quantized_matmul"
+    address: str = f"{__name__}:QUANTIZED_MATMUL"
 
     def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Packed:
         dtype = getattr(mx, key["dtype"])
@@ -116,31 +122,21 @@ class Mixed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Experts:
-    """Rows times the packed matrices of their experts. Keys: E, N, K, mode, bits, group_size, dtype; rows are pairs."""
+class Experts(OnPacked):
+    """Rows times the packed matrices of their experts. One key more, E; rows are pairs."""
 
     name: str = "experts"
     address: str = f"{__name__}:EXPERTS"
     one_order: tuple[str, ...] = ("A",)
     rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128)
-    by_rows: bool = True
-    firm: bool = False
-    fixed: bool = True
     # Ten experts a row.
     together: int = 10 * TOGETHER
-    factory: Callable = mx.fast.metal_kernel
-
-    def variants(self, key: Key) -> tuple[str, ...]:
-        return self.one_order
 
     def small(self, key: Key) -> Key:
         return {**key, "E": min(key["E"], 5), "N": min(key["N"], 40)}
 
     def nbytes(self, key: Key) -> int:
-        return key["E"] * QUANTIZED_MATMUL.nbytes(key)
-
-    def tolerance(self, key: Key) -> float:
-        return QUANTIZED_MATMUL.tolerance(key)
+        return key["E"] * super().nbytes(key)
 
     def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Mixed:
         E, N = key["E"], key["N"]
@@ -172,34 +168,18 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GateUp:
-    """silu(x gateᵀ) * (x upᵀ). Keys: N and K of either matrix, mode, bits, group_size, dtype."""
+class GateUp(OnPacked):
+    """silu(x gateᵀ) * (x upᵀ). N and K are those of either matrix."""
 
     name: str = "gate_up"
     address: str = f"{__name__}:GATE_UP"
-    one_order: tuple[str, ...] = ("A", "AX", "B", "V")
-    by_rows: bool = True
-    firm: bool = False
-    fixed: bool = True
-    together: int = TOGETHER
-    factory: Callable = mx.fast.metal_kernel
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        return tuning().raced_rows
-
-    def variants(self, key: Key) -> tuple[str, ...]:
-        return QUANTIZED_MATMUL.variants(key)
-
-    def small(self, key: Key) -> Key:
-        return QUANTIZED_MATMUL.small(key)
 
     def nbytes(self, key: Key) -> int:
-        return 2 * QUANTIZED_MATMUL.nbytes(key)
+        return 2 * super().nbytes(key)
 
     def tolerance(self, key: Key) -> float:
         # Four roundings: two products, silu, and their product.
-        return 4 * QUANTIZED_MATMUL.tolerance(key)
+        return 4 * super().tolerance(key)
 
     def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Pair:
         gate, up = (QUANTIZED_MATMUL.inputs(key, rows, 2 * seed + i, exact) for i in (0, 1))
