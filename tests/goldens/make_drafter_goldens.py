@@ -22,8 +22,9 @@ import dflash.model
 import torch
 from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel
 from dflash.model import DFlash2DraftModel, DFlashDraftModel, _crop_to, _make_cache
+from dspark_blocks import draft
 from safetensors.torch import save_file
-from transformers import DynamicCache, Qwen3Config
+from transformers import Qwen3Config
 
 HIDDEN, VOCAB, MASK, WINDOW = 64, 96, 90, 12
 ROWS = [5, 1, 2, 2, 1, 1, 1, 8, 1, 2, 8, 1]
@@ -153,7 +154,7 @@ def rounds():
         start += count
 
 
-def run_dflash(config: dict, weights: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+def run_dflash(config: dict, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     selective = "selector_rank" in config["dflash_config"]
     model = loaded((DFlash2DraftModel if selective else DFlashDraftModel)(qwen3_config(config)), weights)
     embed, head = weights["embed_tokens.weight"].float(), weights["lm_head.weight"].float()
@@ -177,7 +178,7 @@ def run_dflash(config: dict, weights: dict[str, torch.Tensor]) -> dict[str, list
             tokens = logits.argmax(-1)
         result["logits"].append(logits[0])
         result["tokens"].append(tokens[0].int())
-    return result
+    return {what: torch.stack(values).contiguous() for what, values in result.items()}
 
 
 def walk(model, hidden, anchor, head):
@@ -193,31 +194,9 @@ def walk(model, hidden, anchor, head):
     return tokens, everywhere.scatter(-1, candidates, torch.cat(seen, dim=1))
 
 
-def run_dspark(config: dict, weights: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+def run_dspark(config: dict, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     model = loaded(Qwen3DSparkModel(qwen3_config(config)), weights)
-    cache = DynamicCache()
-    result = {"logits": [], "tokens": [], "confidence": []}
-    for start, end, anchor in rounds():
-        ids = torch.tensor([[anchor] + [MASK] * (model.block_size - 1)])
-        # DeepSpec's forward_dspark_draft_block, whose cache.crop(start) transformers 5.24 no longer takes.
-        hidden = model._forward_backbone(
-            target_hidden_states=FEATURES[None, start:end].float(),
-            noise_embedding=model.embed_tokens(ids),
-            position_ids=torch.arange(start, end + model.block_size)[None],
-            attention_mask=None,
-            past_key_values=cache,
-            use_cache=True,
-            is_causal=False,
-        )
-        cache.crop(-model.block_size)
-        tokens, logits = model.sample_draft_tokens(
-            model.compute_logits(hidden), first_prev_token_ids=ids[:, 0], temperature=0.0, hidden_states=hidden
-        )
-        previous = torch.cat([ids[:, :1], tokens[:, :-1]], dim=1)
-        result["logits"].append(logits[0])
-        result["tokens"].append(tokens[0].int())
-        result["confidence"].append(model.predict_confidence_step(hidden, prev_token_ids=previous)[0].sigmoid())
-    return result
+    return draft(model, FEATURES, ROWS, ANCHORS.tolist(), MASK)
 
 
 def main():
@@ -226,8 +205,7 @@ def main():
     expected = {"features": FEATURES, "rows": torch.tensor(ROWS).int(), "anchors": ANCHORS.int()}
     for name, config in CASES.items():
         run = run_dspark if "markov_rank" in config else run_dflash
-        for what, values in run(config, weights).items():
-            expected[f"{name}.{what}"] = torch.stack(values).contiguous()
+        expected |= {f"{name}.{what}": values for what, values in run(config, weights).items()}
     save_file(weights, out / "weights.safetensors")
     save_file(expected, out / "expected.safetensors")
     configs = {name: {k: v for k, v in config.items() if v is not None} for name, config in CASES.items()}

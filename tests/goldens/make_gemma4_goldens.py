@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 from deepspec.modeling.dspark.gemma4.modeling import Gemma4DSparkModel
+from dspark_blocks import draft
 from safetensors.torch import save_file
-from transformers import DynamicCache, Gemma4TextConfig
+from transformers import Gemma4TextConfig
 
 HIDDEN, VOCAB, MASK, TAPS = 32, 64, 60, [1, 4]
 ROWS = [5, 1, 2, 7]
@@ -86,39 +87,13 @@ def random_model(config: dict) -> Gemma4DSparkModel:
     return model.float().eval()
 
 
-def run(model: Gemma4DSparkModel) -> dict[str, torch.Tensor]:
-    cache, start = DynamicCache(), 0
-    found = {"logits": [], "tokens": [], "confidence": []}
-    for count, anchor in zip(ROWS, ANCHORS.tolist(), strict=True):
-        end = start + count
-        ids = torch.tensor([[anchor] + [MASK] * (model.block_size - 1)])
-        hidden = model._forward_backbone(
-            target_hidden_states=FEATURES[None, start:end].float(),
-            noise_embedding=model.embed_tokens(ids),
-            position_ids=torch.arange(start, end + model.block_size)[None],
-            attention_mask=None,
-            past_key_values=cache,
-            use_cache=True,
-            is_causal=False,
-        )
-        cache.crop(end)
-        start = end
-        tokens, logits = model.sample_draft_tokens(
-            model.compute_logits(hidden), first_prev_token_ids=ids[:, 0], temperature=0.0, hidden_states=hidden
-        )
-        previous = torch.cat([ids[:, :1], tokens[:, :-1]], dim=1)
-        found["logits"].append(logits[0])
-        found["tokens"].append(tokens[0].int())
-        found["confidence"].append(model.predict_confidence_step(hidden, prev_token_ids=previous)[0].sigmoid())
-    return {what: torch.stack(values).contiguous() for what, values in found.items()}
-
-
 def main():
     out = Path(__file__).parent / "gemma4"
     expected = {"features": FEATURES, "rows": torch.tensor(ROWS).int(), "anchors": ANCHORS.int()}
     for name, config in CASES.items():
         model = random_model(config)
-        expected |= {f"{name}.{what}": value for what, value in run(model).items()}
+        found = draft(model, FEATURES, ROWS, ANCHORS.tolist(), MASK)
+        expected |= {f"{name}.{what}": value for what, value in found.items()}
         (out / name).mkdir(parents=True, exist_ok=True)
         weights = {key: value.half().contiguous() for key, value in model.state_dict().items()}
         save_file(weights, out / name / "model.safetensors")
