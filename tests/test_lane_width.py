@@ -3,13 +3,19 @@
 import random
 
 import pytest
+from batch_kit import KnowsTheTexts, ids_alone
 from rig import SMALL, mlx_lm_twin, small_tokenizer, tiny
 from scripted import ScriptedDrafter, all_right
 
 from specmlx import batch_generate, generate, load
-from specmlx.speculation.costs import costs_file
+from specmlx.responses import Reply
+from specmlx.scheduler import Job, Scheduler
+from specmlx.speculation.costs import Costs, costs_file
 from specmlx.speculation.costs import load as load_costs
 from specmlx.speculation.lane_width import LaneWidths
+from specmlx.speculation.policy import Policy
+from specmlx.speculation.stats import Stats
+from specmlx.speculation.stops import StopStrings
 from specmlx.speculation.width import AutoWidth
 from specmlx.targets.any_lm import AnyLM
 
@@ -89,3 +95,29 @@ def test_requests_that_take_turns_draft_all_that_there_is_and_say_so(tmp_path):
     stats = batch_generate(model, tokenizer, [prompt], max_tokens=20, draft_model=drafter).request_stats[0]
     assert stats.reason.endswith("take turns, with as many drafted tokens as there can be")
     assert stats.accept_histogram[4] >= 3
+
+
+def test_a_lane_that_began_plain_and_is_drafted_beside_another_says_so(tmp_path):
+    class Clockless(AutoWidth):
+        """Goes by the costs that it was given: drafting pays for two lanes, not for one."""
+
+        def __init__(self, lanes: int):
+            super().__init__(6, Costs({w: 1.0 + w * (lanes == 1) for w in range(7)}, [0.9 * (lanes > 1)] * 6))
+
+        def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+            super().observed(width, accepted, None)
+
+    tokenizer, model = small_tokenizer(tmp_path), tiny(3, **SMALL)
+    prompts, counts, jobs = [[7, 8, 9], [5, 4]], [30, 20], []
+    texts = [p + ids_alone(model, tokenizer, p, n, draft_model=None)[0] for p, n in zip(prompts, counts, strict=True)]
+    scheduler = Scheduler(model, tokenizer, KnowsTheTexts(texts), LaneWidths(Clockless))
+    for prompt, count in zip(prompts, counts, strict=True):
+        stats = Stats("speculative")
+        reply = Reply(tokenizer, StopStrings(()), len(prompt), stats)
+        nothing = (lambda _: None,) * 2
+        jobs.append(Job(prompt, Policy(), reply, stats, *nothing, frozenset(), count))
+        scheduler.add(jobs[-1])
+        for _ in range(6):
+            scheduler.step()
+        assert jobs[0].stats.mode == ("speculative" if jobs[0].stats.proposed else "plain")
+    assert jobs[0].stats.proposed and jobs[0].stats.plain_share

@@ -173,8 +173,8 @@ class Lanes:
             return
         reason = self.widths.of(len(self.lanes)).reason
         lane.stats.reason = "; ".join(filter(None, (lane.reason, reason))) or None
-        if reason:
-            lane.stats.mode = "speculative" if lane.stats.proposed else "plain"
+        if reason and not lane.stats.proposed:
+            lane.stats.mode = "plain"
 
     def _deliver(self, lane: Lane, read: Delivery, logprobs: list[mx.array]) -> tuple[int, bool]:
         """Give a lane its tokens: how many rows enter its state, and whether it is over."""

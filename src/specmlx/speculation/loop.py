@@ -125,8 +125,8 @@ def generate_tokens(
         widths.observed(round.width, accepted, before and read_at - before)
         stats.begin_round(round.width, context=len(conversation.processed))
         stats.reason = "; ".join(filter(None, (reason, widths.reason))) or None
-        if widths.reason:
-            stats.mode = "speculative" if stats.proposed else "plain"
+        if widths.reason and not stats.proposed:
+            stats.mode = "plain"
 
         for n, token in enumerate(given):
             if bad_rows[n]:

@@ -55,6 +55,8 @@ class Stats:
         self.proposed += proposed
         self.context += context
         self.draft_passes += proposed > 0
+        if proposed:
+            self.mode = "speculative"
         self._bin(0, +1)
         self._in_round = 0
 
