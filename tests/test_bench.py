@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 from demo_kit import write_model
 
+from specmlx import PromptCache
 from specmlx.cli import main
 from specmlx.cli.bench_report import lines
 from specmlx.generation import stream_generate
@@ -151,6 +152,21 @@ def test_a_drafter_that_is_always_wrong_costs_what_the_other_does_and_keeps_noth
 def test_the_suites_are_of_this_package_and_the_same_every_time():
     assert {name: len(suite(name)) for name in SUITES} == {"code": 6, "math": 6, "chat": 6, "long": 2, "hopeless": 6}
     assert suite("long") == suite("long") and len(suite("long")[0]) > 8000
+
+
+def test_a_profiled_turn_goes_on_with_the_drafters_rows_and_leaves_them_to_the_next_one(directory):
+    model, tokenizer = load(str(directory))
+
+    def rows_kept(*profiled: bool) -> list[dict[str, list]]:
+        cache, text = PromptCache(keep_answers=True), [5, 6, 7] * 30
+        for profile in profiled:
+            for r in stream_generate(model, tokenizer, text, 5, prompt_cache=cache, profile=profile):
+                text = [*text, r.token]
+            text += [8, 9]
+        drafts = [draft for _, snapshot, _ in cache.snapshots() for draft in snapshot.drafts.values()]
+        return [{name: x.tolist() for name, x in draft.items()} for draft in drafts]
+
+    assert rows_kept(False, False) == rows_kept(True, False) == rows_kept(False, True)
 
 
 def test_a_profile_takes_the_decoding_of_the_same_text_apart(directory):

@@ -26,6 +26,7 @@ from specmlx.prompt_cache import (
 from specmlx.responses import GenerationResponse, Reply, summary
 from specmlx.reuse import reusing
 from specmlx.speculation.costs import costs_file
+from specmlx.speculation.drafting import hand_over
 from specmlx.speculation.loop import Token, generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.profile import DETOKENIZE, Phases, ProfiledDrafter, ProfiledPolicy, ProfiledTarget
@@ -197,7 +198,10 @@ def _responses(
             by, policy = shared(group, conversation, drafter, policy)
         if phases is not None:
             target, policy = ProfiledTarget(model, phases), ProfiledPolicy(policy, phases)
-            by = by and ProfiledDrafter(by, phases)
+            if by is not None:
+                profiled = ProfiledDrafter(by, phases)
+                hand_over(conversation, by, profiled)
+                by = profiled
         tokens = generate_tokens(target, conversation, ids[cached:], policy, by, stats=stats, owner=owner, **options)
         if stream is not None:
             tokens = _on_stream(tokens, stream)
@@ -225,6 +229,8 @@ def _responses(
                 widths.keep()
             if conversation.owned_by(owner):
                 conversation.settle()
+                if isinstance(by, ProfiledDrafter):
+                    hand_over(conversation, by, by.drafter)
             close_cache(model, prompt_cache, conversation, owner)
             if reuse is not None:
                 reuse.answered(reply.answer)

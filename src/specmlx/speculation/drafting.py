@@ -46,6 +46,12 @@ def observe_ahead(conversation: Conversation, rows: Observable, count: int | mx.
     conversation.draft = draft._replace(ahead=True)
 
 
+def hand_over(conversation: Conversation, drafter: Drafter, to: Drafter) -> None:
+    """Let a drafter that stands for another one, or the other way round, go on with its context."""
+    if (draft := conversation.draft) is not None and draft.drafter is drafter:
+        conversation.draft = draft._replace(drafter=to)
+
+
 def _caught_up(draft: Draft) -> Draft:
     if not draft.waiting:
         return draft

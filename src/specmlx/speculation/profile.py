@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specmlx.drafters.proposal import Drafter, DraftPolicy, Proposal
+from specmlx.drafters.proposal import Drafter, DraftPolicy, Proposal, Windowed
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.state.layers import LayerStates, Pass
@@ -74,6 +74,7 @@ class ProfiledDrafter:
         self.tap_ids = drafter.tap_ids
         self.max_width = drafter.max_width
         self.new_context = drafter.new_context
+        self.window = drafter.window if isinstance(drafter, Windowed) else None
 
     def propose(self, context: Any, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
         with self.phases.phase(DRAFT):
