@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.mtp import MTP
+from specmlx.drafters.ngram import NGram
 from specmlx.drafters.proposal import Drafter
 from specmlx.receipts.machine import Bandwidth, known_bandwidth
 from specmlx.speculation.stats import Stats
@@ -61,7 +62,7 @@ class Account:
     """What decoding moved, prefill apart: a floor, since every weight counts once a pass, and activations nothing.
 
     Args:
-        left_out: what the target's kind does not let us count.
+        left_out: what the models' kinds do not let us count.
     """
 
     moved: tuple[Moved, ...]
@@ -114,25 +115,28 @@ def account(
         bandwidth: the machine's; default, where it is known, this machine's.
         kv_format: how keys and values were kept, where that was not the model's dtype.
 
-    A pass reads the target once for all its rows. A proposal reads the drafter and the target's head; the drafter's key
-    and value matrices and its context projection are read as it observes a round's rows, too. Which experts the rows
+    A pass reads the target once for all its rows. A proposal reads the drafter and the target's head, and before it the
+    drafter's key and value matrices and its context projection, for the rows since the last one. Which experts the rows
     of a pass choose is not known: as many as rows × experts a token, up to all of them.
     """
     moved = list(_target(model, stats))
-    left_out = None
+    left_out = []
     if isinstance(model, Model):
         moved += _states(model, stats, kv_format)
     else:
-        left_out = "keys, values and states: only their model knows their sizes"
+        left_out.append("keys, values and states: only their model knows their sizes")
     if stats.draft_passes:
-        moved += _drafter(model, drafter or model.draft_model, stats)
+        drafter = drafter or model.draft_model
+        moved += _drafter(model, drafter, stats)
+        if not isinstance(drafter, BlockDrafter | MTP | NGram):
+            left_out.append("what the drafter reads")
     return Account(
         moved=tuple(group for group in moved if group.total),
         rounds=stats.rounds,
         tokens=stats.generation_tokens,
         seconds=stats.decode_seconds,
         bandwidth=known_bandwidth() if bandwidth is None else bandwidth,
-        left_out=left_out,
+        left_out="; ".join(left_out) or None,
     )
 
 
@@ -170,14 +174,14 @@ def _states(model: Model, stats: Stats, kv_format: KVFormat | None) -> Iterator[
 
 
 def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
-    passes, rounds, slots = stats.draft_passes, stats.rounds, stats.proposed
+    passes, slots = stats.draft_passes, stats.proposed
     own_head = None
     if isinstance(drafter, MTP):
         # One layer, run once a slot.
-        times = {CONTEXT: slots + rounds, KEYS: slots + rounds, LAYERS: slots}
+        times = {CONTEXT: slots + passes, KEYS: slots + passes, LAYERS: slots}
         heads, window, dtype = slots, (None,), drafter.model.norm.weight.dtype
     elif isinstance(drafter, BlockDrafter):
-        times = {CONTEXT: rounds, KEYS: passes + rounds, LAYERS: passes, GATES: slots}
+        times = {CONTEXT: passes, KEYS: 2 * passes, LAYERS: passes, GATES: slots}
         # Of the best tokens' rows only, W2 is gathered.
         whole = isinstance(drafter, DSpark) and drafter.markov_top_k is None
         times[MARKOV] = slots if whole else 0
@@ -196,7 +200,7 @@ def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
     for label, count in times.items():
         yield Moved(label, nbytes[label], count)
     # Rows that a draft pass looks back at: all, or a window's.
-    config, before = drafter.model.config, stats.context / rounds
+    config, before = drafter.model.config, stats.context / stats.rounds
     seen = sum(before if rows is None else min(before, rows) for rows in window)
     row = 2 * config.num_key_value_heads * config.head_dim * dtype.size
     yield Moved("drafter's keys and values", row, seen * heads)
