@@ -146,6 +146,12 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
         (lambda t: json.dumps(t | {"phases": {"a": float("nan")}}), "nan is no amount"),
         (lambda t: json.dumps(t | {"account": {"groups": 1}}), "is a damaged trace"),
         (lambda t: json.dumps(t | {"account": ACCOUNT | {"bytes_per_round": -1}}), "-1 is no amount"),
+        (lambda t: json.dumps(t | {"account": ACCOUNT | {"bytes_per_round": 5e-324}}), "5e-324 is no amount"),
+        (lambda t: json.dumps(t | {"phases": {"a": 10**400}}), "is a damaged trace: OverflowError"),
+        *(
+            (lambda t, name=name: json.dumps(t | {name: [1]}), f"its {name} is a list")
+            for name in ("model", "mode", "prompt", "reason", "machine", "versions")
+        ),
         (lambda t: json.dumps(t | {"rounds": [t["rounds"][0] | {"proposed": 10**9}]}), "accepted of 1000000000"),
         (lambda t: json.dumps(t | {"rounds": [t["rounds"][0] | {"accepted": 5}]}), "round 1 has 3 tokens, 5 accepted"),
     ],

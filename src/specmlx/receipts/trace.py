@@ -15,6 +15,8 @@ DRAFTED, CORRECTED, BONUS, PLAIN = KINDS = ("drafted", "corrected", "bonus", "pl
 PROMPT = "prompt"
 # Drafted tokens of a round: a page shows each of them.
 _MOST = 1000
+# Amounts that are not 0: what is computed of them has to stay a number.
+_LEAST, _LARGEST = 1e-60, 1e18
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class Trace:
         return {"format": FORMAT, **asdict(self)}
 
 
+_TEXT = str | None
+_KINDS_OF = {"model": str, "mode": str, "prompt": str, "drafter": _TEXT, "reason": _TEXT, "finish_reason": _TEXT}
+_KINDS_OF |= {"prompt_tokens": int, "machine": dict, "versions": dict}
+
+
 class Recorder:
     """Listens to a stream of `GenerationResponse`s and makes a trace of them."""
 
@@ -186,12 +193,15 @@ def read_trace(path: Path) -> Trace:
         raise ValueError(f"{path} is no trace: specmlx generate --trace {path} writes one")
     try:
         return _trace(found)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} is a damaged trace: {type(error).__name__} {error}") from None
 
 
 def _trace(found: dict[str, Any]) -> Trace:
     values = {each.name: found[each.name] for each in fields(Trace)}
+    for name, kind in _KINDS_OF.items():
+        if not isinstance(values[name], kind):
+            raise ValueError(f"its {name} is a {type(values[name]).__name__}")
     rounds = [
         TracedRound(int(r["proposed"]), int(r["accepted"]), int(r["tokens"]), _number(r["seconds"]))
         for r in values["rounds"]
@@ -223,7 +233,7 @@ def _account(found: dict[str, Any]) -> dict[str, Any]:
 
 def _number(value: Any) -> float:
     number = float(value)
-    if not 0 <= number < float("inf"):
+    if number and not _LEAST <= number <= _LARGEST:
         raise ValueError(f"{value} is no amount")
     return number
 
