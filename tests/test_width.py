@@ -205,6 +205,34 @@ def test_short_requests_find_out_that_a_width_was_wrongly_held_to_be_dear(times,
     assert sum(machine.widths) > 4 * len(machine.widths)
 
 
+def test_a_width_that_was_surely_held_to_be_dear_is_tried_again_although_plain_rounds_are_seldom_measured():
+    dear = Costs(
+        {0: 1.0, **{width: 3.0 + width for width in range(1, 8)}}, [0.8] * 7, doubts=dict.fromkeys(range(8), 0.05)
+    )
+    machine = Machine("flat", "cheap", "steady high")
+    machine.run(AutoWidth(7, dear), tokens=4000)
+    assert machine.widths.count(0) > 500 and sum(machine.widths[-100:]) > 0.9 * 7 * 100
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_drafter_that_found_little_and_was_wrong_is_asked_again(seed):
+    # As prompt lookup before a text begins to repeat itself: no two proposals in a row.
+    widths, rng, before, late = AutoWidth(7), random.Random(seed), 0, []
+    for n in range(800):
+        asked = widths.choose()
+        found = n >= 400 or (not before and rng.random() < 0.4)
+        before = asked if found else 0
+        widths.observed(before, before if n >= 400 else 0, (1 + 0.05 * before) * math.exp(rng.gauss(0, 0.05)))
+        late.append(asked)
+    assert sum(late[-200:]) > 0.8 * 7 * 200
+
+
+def test_a_drafter_that_earlier_requests_could_not_measure_is_tried_again():
+    machine = Machine("flat", "cheap", "steady high")
+    machine.run(AutoWidth(7, Costs({0: 1.0}, [0.01] * 7)))
+    assert sum(machine.widths[-100:]) > 0.9 * 7 * 100
+
+
 def test_a_drafter_that_gives_fewer_tokens_than_asked_does_not_end_trying():
     widths, asked = AutoWidth(7), []
     for _ in range(120):
@@ -237,9 +265,9 @@ def test_while_plain_decoding_stands_most_rounds_are_neither_measured_nor_though
     class Counting(Costs):
         observations = 0
 
-        def observe(self, width: int, seconds: float) -> None:
+        def observe(self, *round) -> None:
             self.observations += 1
-            super().observe(width, seconds)
+            super().observe(*round)
 
     costs = Counting({0: 1.0, **{width: 2.0 + width for width in range(1, 8)}}, [0.0] * 7)
     machine = Machine("linear", "dear", "hopeless")

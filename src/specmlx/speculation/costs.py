@@ -21,6 +21,8 @@ _ROUND, _LEAST, _MOST = 0.12, 0.05, 0.6
 _REQUEST, _DRIFT = 2.0, 0.03
 # Of a width measured once, of one from a table that doesn't say; what it grows by with each round, and how far.
 _ONCE, _KNOWN, _AGING, _OLDEST = 0.3, 0.2, 0.004, 0.4
+# For how many rounds one that stands for others as well lets them grow, at most: plain ones are seldom measured.
+_AGED = 2
 # A round is off by chance up to so many deviations, which the last so many rounds tell.
 _LIMIT, _LAST = 2.0, 16
 # What a kept table may hold; anything else was damaged: least and most seconds, the widest width, bytes.
@@ -75,8 +77,8 @@ class Costs:
         """Whether this width's first round, which isn't measured, is over."""
         return width in self._begun or self.known(width)
 
-    def observe(self, width: int, seconds: float) -> None:
-        """A round of `width` took `seconds`."""
+    def observe(self, width: int, seconds: float, rounds: int = 1) -> None:
+        """A round of `width` took `seconds`; it is the last of so many, of which the others weren't measured."""
         if not self.begun(width):
             self._begun.add(width)
             return
@@ -84,7 +86,7 @@ class Costs:
         self._table = None
         variance[0, 0] += _DRIFT**2
         own = np.einsum("ii->i", variance)[1:]
-        own[own < _OLDEST**2] += _AGING**2
+        own[own < _OLDEST**2] += min(rounds, _AGED) * _AGING**2
         if width not in self._widths:
             self._add(width, seconds)
             return

@@ -160,6 +160,7 @@ class AutoWidth:
         self.current: int | None = None
         self._reason: str | None = "plain decoding is measured first"
         self._rest = 0
+        self._unmeasured = 0
         self._last = 0
         self._work = 0.0
         self._spent = self._gained = 0.0
@@ -243,6 +244,7 @@ class AutoWidth:
         missed, self._last = width and not self._last, width
         if seconds is None:
             return
+        self._unmeasured += 1
         if self._rest and not width:
             self._work += seconds
             self._observed += 1
@@ -251,8 +253,9 @@ class AutoWidth:
         usual = min(seconds, 2 * self.costs.seconds(width)[width]) if self.costs.known(0) else seconds
         self._work += seconds
         # The drafter had to see what it had missed, too.
-        if not (missed and self.costs.begun(width)):
-            self.costs.observe(width, seconds)
+        if not (missed and self.costs.known(width)):
+            self.costs.observe(width, seconds, self._unmeasured)
+            self._unmeasured = 0
         self._observed += 1
         if self._observed > self._tried_at + UNDER_WAY:
             # It came out narrower: the drafter had no more, or there was no room.
@@ -298,7 +301,10 @@ class AutoWidth:
 
     def _retried(self, measured: list[float]) -> int | None:
         """Drafting once more, where it would pay if it were good again."""
-        width = best_width(measured, [HOPE] * self.most)
+        if any(map(self.costs.known, range(1, self.most + 1))):
+            width = best_width(measured, [HOPE] * self.most)
+        else:
+            width, measured = 1, self.costs.seconds(1)
         if not width or not self._affords(3 * measured[width], 3.0):
             return None
         self._wait, self._waited = min(2 * self._wait, LAST_WAIT), 0
