@@ -2,6 +2,7 @@
 
 import math
 import random
+import threading
 from dataclasses import dataclass, field
 
 import pytest
@@ -333,6 +334,17 @@ def test_costs_are_kept_in_a_file_that_may_be_missing_damaged_or_in_the_way(tmp_
     save(tmp_path / "widths" / file.name / "below", Costs({0: 1.0}))
     # With what an earlier process measured, there is nothing to calibrate.
     assert AutoWidth(7, Costs({0: 1.0, 7: 1.1})).choose() == 7
+
+
+def test_costs_that_several_threads_keep_are_whole_whenever_they_are_read(tmp_path):
+    file, costs = tmp_path / "costs", Costs({width: 1.0 + width for width in range(16)}, [0.5] * 15)
+    save(file, costs)
+    threads = [threading.Thread(target=lambda: [save(file, costs) for _ in range(150)]) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        assert load(file).known(15)
+    assert [*tmp_path.iterdir()] == [file]
 
 
 class Random(FixedWidth):

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import platform
+import threading
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -212,8 +213,8 @@ def save(file: Path, costs: Costs) -> None:
         return
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all, where two processes write it.
-        new = file.with_name(f"{file.name}.{os.getpid()}")
+        # Whole or not at all, where two processes or threads write it.
+        new = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
         kept = {"seconds": costs.table(), "doubts": costs.doubts()}
         kept |= {name: getattr(costs, name) for name in ("survival", "credit", "since_plain")}
         new.write_text(json.dumps(kept))
