@@ -2,7 +2,9 @@
 
 import json
 import random
+import threading
 from importlib import import_module
+from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -397,3 +399,24 @@ def test_a_cache_that_is_written_in_place_and_can_not_be_trimmed_comes_back_from
     states.begin(mx.zeros((1, 0), dtype=mx.int32))
     assert cache.offset == 12 == states.length
     assert same_bits(list(cache.keys_and_values()), before)
+
+
+def test_a_recurrent_models_conversation_goes_from_thread_to_thread():
+    model = AnyLM(mlx_lm_twin(tiny(3)))
+    conversation, plain = Conversation(model.new_states()), Conversation(model.new_states())
+    prompts, turns, text = ([5, 6, 7], [8], [9, 4]), [], []
+    by = ScriptedDrafter([], right_with(1.0), 4, tap_ids=())
+
+    def turn(prompt):
+        # It is left within a round, whose rows then come back from a snapshot.
+        given = generate_tokens(model, conversation, prompt, Policy(), by)
+        turns.append([token.id for token in islice(given, 7)])
+
+    for prompt in prompts:
+        want = [token.id for token in generate_tokens(model, plain, prompt, Policy(), max_tokens=7)]
+        text += [*prompt, *want]
+        by.text = [*text, *[0] * 5]
+        thread = threading.Thread(target=turn, args=(prompt,))
+        thread.start()
+        thread.join()
+        assert turns[-1:] == [want]

@@ -115,7 +115,9 @@ class CacheStates:
 
     def _evaluate(self, by: Callable, *arrays: Any) -> None:
         try:
-            by([_arrays(leaf) for leaf in self._leaves], self.outputs, *arrays)
+            # Snapshots too: a copy that is still lazy could only be evaluated in this thread.
+            held = [list(snapshot.held.values()) for snapshot in self._snapshots]
+            by([_arrays(leaf) for leaf in self._leaves], _arrays(held), self.outputs, *arrays)
         except Exception as error:
             self._broken = f"an evaluation failed: {error}"
             raise
