@@ -212,3 +212,15 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(directory):
     finally:
         chat.kill()
         chat.wait()
+
+
+def test_a_conversation_that_could_not_be_kept_does_not_begin(tmp_path):
+    result = run("chat", "--model", "no/model", "--prompt-cache-file", tmp_path / "none" / "chat.safetensors")
+    assert result.exit_code == 2 and "there is no directory" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_words_that_are_no_text_end_neither_the_chat_nor_an_answer(pair):
+    talk = dialogue(pair, max_tokens=4)
+    with pytest.raises(ValueError, match="is no character"):
+        ask(talk, "a \udcff")
+    assert talk.messages == [] and ask(talk, "b")[1]

@@ -218,6 +218,8 @@ def test_verbose_false_prints_the_answer_only(directory):
         ["--max-kv-size", "0"],
         ["-qa"],
         ["--image", "cat.png"],
+        ["--prompt", "a \udcff"],
+        ["--prompt", "a \udcff", "--ignore-chat-template"],
         ["--temp", "warm"],
         ["--temp", "-1"],
         ["--top-p", "2"],

@@ -1,5 +1,7 @@
 """Prompt caches over turns: a conversation of ours, its files, and mlx-lm's lists of caches."""
 
+import copy
+
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -63,6 +65,26 @@ def test_a_saved_conversation_goes_on_where_it_was(model, tokenizer, tmp_path):
     begun = load_prompt_cache(str(empty))
     assert [r.token for r in stream_generate(model, tokenizer, PROMPTS[0], 9, prompt_cache=begun)] == want[0]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["chat.safetensors", "empty.safetensors"]
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("taken", [0, 1, 4, 9])
+def test_copies_of_a_conversation_go_on_each_on_its_own(model, tokenizer, taken):
+    def answer(cache, prompt):
+        return [r.token for r in stream_generate(model, tokenizer, prompt, 9, prompt_cache=cache, draft_model=None)]
+
+    first, one, other = PROMPTS[0], [4, 5], [11]
+    conversation = make_prompt_cache(model)
+    held = stream_generate(model, tokenizer, first, 9, prompt_cache=conversation, draft_model=None)
+    given = [next(held).token for _ in range(taken)]
+    copies = [copy.deepcopy(conversation) for _ in range(2)]
+    # What becomes of the original, and of either copy, reaches no other.
+    given += [response.token for response in held]
+    so_far = [*first, *given[:taken]] if taken else []
+    for cache, prompt in zip(copies, (one, other), strict=True):
+        assert cache.tokens == so_far
+        assert answer(cache, prompt) == answer(make_prompt_cache(model), [*so_far, *prompt])
+    assert answer(conversation, one) == answer(make_prompt_cache(model), [*first, *given, *one])
 
 
 def test_what_is_no_prompt_cache_is_refused_in_one_line(model, tokenizer, tmp_path):

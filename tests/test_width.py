@@ -454,7 +454,7 @@ def test_what_happened_is_in_mode_and_reason():
     run.stats.mode = "speculative"
     run.take()
     assert run.stats.mode == "plain" and run.stats.proposed == 0
-    assert run.stats.reason.startswith("drafting does not pay now: a round with 1 drafted token takes")
+    assert run.stats.reason.startswith("drafting does not pay now: at best, a round with 1 drafted token takes")
     unknown = Clockless(7, Costs({0: 1.0}, survival=[0.0] * 7))
     Run().start(drafter=drafter(all_wrong), width=unknown, max_tokens=20).take()
     assert unknown.reason == "rounds that draft are not measured yet"

@@ -10,16 +10,10 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.drafters.proposal import Drafter
-from specmlx.generation import (
-    check_max_tokens,
-    choose_drafter,
-    choose_width,
-    encode_prompt,
-    plain_sampler,
-    wrapped_tokenizer,
-)
+from specmlx.generation import choose_drafter, choose_width, plain_sampler, wrapped_tokenizer
 from specmlx.loading import AUTO
 from specmlx.prompt_cache import open_cache
+from specmlx.prompts import check_max_tokens, encode_prompt
 from specmlx.responses import GenerationResponse, Reply
 from specmlx.scheduler import Job, Scheduler
 from specmlx.speculation.lane_width import LaneWidths
@@ -38,7 +32,8 @@ from specmlx.targets.any_lm import AnyLM
 class BatchStats:
     """What a batch did: counts, and seconds of prefill (`prompt_time`) and decoding (`generation_time`).
 
-    passes: verify passes over the target, each for all lanes that were running. Otherwise mlx_lm's names.
+    passes: verify passes over the target, each for all lanes that were running; `generation_steps` is mlx_lm's name for
+    them. `wall_time` is prefill's and decoding's; of the latter, `decode_time` is all. Otherwise mlx_lm's names.
     """
 
     prompt_tokens: int = 0
@@ -52,6 +47,18 @@ class BatchStats:
     @property
     def prompt_tps(self) -> float:
         return (self.prompt_tokens - self.cached_tokens) / max(self.prompt_time, 1e-9)
+
+    @property
+    def generation_steps(self) -> int:
+        return self.passes
+
+    @property
+    def decode_time(self) -> float:
+        return self.generation_time
+
+    @property
+    def wall_time(self) -> float:
+        return self.prompt_time + self.generation_time
 
     @property
     def generation_tps(self) -> float:
@@ -130,7 +137,7 @@ class Jobs:
         ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size)
         policy = Policy(plain_sampler(sampler), logits_processors, seed)
         stats = Stats(self._stats.mode, self._stats.reason or policy.reason)
-        stops = StopStrings([stop] if isinstance(stop, str) else stop or ())
+        stops = StopStrings(stop)
         return Job(
             ids=ids,
             policy=policy,

@@ -1,7 +1,6 @@
 """The public API: mlx_lm's `generate` and `stream_generate`, over the speculative loop."""
 
 import contextlib
-import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from specmlx.prompt_cache import (
     open_cache,
     save_prompt_cache,
 )
+from specmlx.prompts import check_max_tokens, encode_prompt
 from specmlx.responses import GenerationResponse, Reply, summary
 from specmlx.reuse import reusing
 from specmlx.speculation.costs import costs_file
@@ -118,7 +118,7 @@ def stream_generate(
         raise ValueError("the model is split over several processes: use make_prompt_cache(model), not a PromptCache")
     policy = Policy(plain_sampler(sampler), logits_processors, seed)
     drafter, stats = choose_drafter(model, draft_model, num_draft_tokens, policy)
-    stops = StopStrings([stop] if isinstance(stop, str) else stop or ())
+    stops = StopStrings(stop)
     return _responses(
         model,
         tokenizer,
@@ -247,12 +247,6 @@ def _on_stream(tokens: Iterator[Token], stream: Any) -> Iterator[Token]:
             yield token
 
 
-def check_max_tokens(max_tokens: int) -> None:
-    """Raises ValueError for what can't be a number of tokens."""
-    if max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens is {max_tokens}: it must be at least 1, or -1 for no limit")
-
-
 def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | str | None, policy: Policy):
     """The drafter to use, or none, and the stats that say so."""
     reason = policy.reason
@@ -302,24 +296,6 @@ def _warn_if_idle(stats: Stats, drafter: Drafter | None, widths: int | AutoWidth
     asked = widths.current if isinstance(widths, AutoWidth) else widths != 0
     if drafter is not None and asked and stats.rounds > 1 and stats.proposed == 0:
         warnings.warn("the drafter was loaded but never proposed a token", stacklevel=4)
-
-
-def encode_prompt(tokenizer: Any, prompt: str | mx.array | Sequence[int], vocab_size: int) -> list[int]:
-    """The ids of a prompt. Raises ValueError for an empty one, and for ids outside the vocabulary."""
-    if isinstance(prompt, str):
-        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        ids = tokenizer.encode(prompt, add_special_tokens=special)
-    else:
-        given = prompt.tolist() if isinstance(prompt, mx.array) else prompt
-        try:
-            ids = [operator.index(token) for token in given]
-        except TypeError:
-            raise ValueError("the prompt must be text or one flat sequence of token ids") from None
-    if not ids:
-        raise ValueError("the prompt is empty: give at least one token")
-    if outside := [token for token in ids if not 0 <= token < vocab_size]:
-        raise ValueError(f"the prompt holds token {outside[0]}: the vocabulary has {vocab_size}")
-    return ids
 
 
 def plain_sampler(sampler: Any) -> Any:

@@ -52,8 +52,7 @@ def bench(
     The suites' prompts were written for specmlx, under its licence.
     """
     texts = _texts(target.model, suite, prompts)
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output}: there is no directory {output.parent}")
+    options.check_folder("--output", output)
     if plot is not None:
         from specmlx.receipts.plot import check_plot
 
@@ -89,10 +88,7 @@ def _texts(model: str, suites: str | None, prompts: Path | None) -> dict[str, li
     if prompts is not None:
         if suites is not None:
             raise ValueError("--suite and --prompts: give one of them")
-        lines = [line for line in prompts.read_text().splitlines() if line.strip()]
-        if not lines:
-            raise ValueError(f"{prompts} holds no prompt: write one a line")
-        return {prompts.name: lines}
+        return {prompts.name: options.prompt_lines(prompts)}
     names = suites or ("demo" if model == "demo" else "code,math,chat,long")
     return {name: list(suite(name)) for name in names.split(",")}
 

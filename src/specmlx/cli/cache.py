@@ -36,11 +36,12 @@ def list_(paths: tuple[Path, ...]) -> None:
 @paths_argument
 def clear(paths: tuple[Path, ...]) -> None:
     """Delete the files PATHS, or the files in directories PATHS, that hold prompts; no other file is touched."""
-    removed = 0
-    for path in [*_files(paths)]:
+    files = [*_files(paths)]
+    for path in files:
         path.unlink()
-        removed += 1
-    note(f"{removed} file{'' if removed == 1 else 's'} deleted.")
+        note(f"{path} deleted.")
+    if not files:
+        note("Nothing to delete.")
 
 
 def _files(paths: tuple[Path, ...]) -> Iterator[Path]:

@@ -57,6 +57,7 @@ def chat(
 ) -> None:
     """Talk with a model. In it, q (or exit) quits, r forgets the conversation, h is help; Ctrl-C stops answers."""
     sampling.check()
+    options.check_folder("--prompt-cache-file", prompt_cache_file)
     kv_settings = kv.settings()
     with answers():
         model, tokenizer = target.load(draft_model, drafting=drafting)

@@ -155,8 +155,7 @@ def _recorder(trace: Path | None) -> Any:
     """What listens to the answer for `--trace`; raises ValueError, before anything is loaded, for a bad place."""
     if trace is None:
         return None
-    if not trace.absolute().parent.is_dir():
-        raise ValueError(f"--trace {trace}: there is no directory {trace.parent}")
+    options.check_folder("--trace", trace)
     from specmlx.receipts.trace import Recorder
 
     return Recorder()

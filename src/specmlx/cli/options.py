@@ -4,6 +4,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -81,6 +82,9 @@ class TemplateFlags:
         Raises ValueError in one line for template errors.
         """
         if self.ignore_chat_template or not (tokenizer.has_chat_template or self.use_default_chat_template):
+            from specmlx.prompts import check_text
+
+            check_text(prompt)
             return tokenizer.encode(prompt)
         system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         begun = [] if prefill_response is None else [{"role": "assistant", "content": prefill_response}]
@@ -94,6 +98,23 @@ class TemplateFlags:
             marker = f"prompt-{secrets.token_hex(8)}"
             rendered = rendered[text(marker).index(marker) :]
         return tokenizer.encode(rendered, add_special_tokens=False)
+
+
+def check_folder(flag: str, path: Path | None) -> None:
+    """Raises ValueError where a file to be written has no folder."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no directory {path.parent}")
+
+
+def prompt_lines(path: Path) -> list[str]:
+    """The prompts in a file of one a line. Raises ValueError for one without any, or that is no UTF-8."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8 ({error.reason} at byte {error.start})") from None
+    if not lines:
+        raise ValueError(f"{path} holds no prompt: write one a line")
+    return lines
 
 
 @contextlib.contextmanager

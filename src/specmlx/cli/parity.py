@@ -133,10 +133,7 @@ def _texts(model: str, prompt: tuple[str, ...], file: Path | None) -> list[str]:
     if prompt and file:
         raise click.UsageError("--prompt and --prompts can't go together.")
     if file:
-        texts = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        if not texts:
-            raise ValueError(f"{file} holds no prompt")
-        return texts
+        return options.prompt_lines(file)
     if prompt:
         if not all(text.strip() for text in prompt):
             raise ValueError("the prompt is empty: give --prompt a text")

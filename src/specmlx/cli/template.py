@@ -9,10 +9,15 @@ Message = dict[str, str]
 def render(tokenizer: Any, messages: list[Message], answer_begun: bool = False, **config: Any) -> str:
     """The text of messages, up to where the answer begins, or within the last one if that is a begun answer.
 
-    Raises ValueError in one line where the tokenizer has no template or the template refuses the messages.
+    Raises ValueError in one line where the tokenizer has no template or the template refuses the messages, and as
+    `check_text`.
     """
+    from specmlx.prompts import check_text
+
     if not tokenizer.has_chat_template:
         raise ValueError("the tokenizer has no chat template: use specmlx generate --ignore-chat-template")
+    for message in messages:
+        check_text(message["content"])
     try:
         return tokenizer.apply_chat_template(
             messages,

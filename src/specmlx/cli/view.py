@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from specmlx.cli import options
 from specmlx.cli.terminal import answers, note
 
 EPILOG = """\b
@@ -32,7 +33,6 @@ def view(trace: Path, output: Path | None) -> None:
     output = trace.with_suffix(".html") if output is None else output
     if output.resolve() == trace.resolve():
         raise ValueError(f"{output} is the trace itself: name another file with -o")
-    if not output.resolve().parent.is_dir():
-        raise ValueError(f"-o {output}: there is no directory {output.parent}")
+    options.check_folder("-o", output)
     write_atomically(output, [html.encode()])
     note(f"{output}: open it in a browser")

@@ -53,6 +53,8 @@ class Policy:
 
         Raises ValueError for what can't be called, for a bad seed, and for a seed with a foreign sampler.
         """
+        if callable(processors):
+            raise ValueError(f"logits_processors must be a list, got {processors!r}: write [it]")
         self.sampler = Sampler() if sampler is None else sampler
         self.processors = tuple(processors or ())
         self.seed = seed

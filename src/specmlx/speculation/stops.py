@@ -1,16 +1,22 @@
 """Stop strings in streamed text, wherever the borders of tokens and blocks fall."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class StopStrings:
     """Holds text back while it may be the beginning of a stop string, and ends at the first whole one."""
 
-    def __init__(self, stops: Sequence[str] = ()):
-        """Raises ValueError for an empty stop string."""
-        if any(not stop for stop in stops):
-            raise ValueError("a stop string is empty: leave it out")
+    def __init__(self, stops: str | Sequence[str] | None = ()):
+        """stops: one, several or none. Raises ValueError for what is no text, and for an empty one."""
+        stops = [stops] if isinstance(stops, str) else stops or ()
+        if not isinstance(stops, Iterable):
+            raise ValueError(f"stop is {stops!r}: give a text or a list of texts")
         self.stops = tuple(stops)
+        for stop in self.stops:
+            if not isinstance(stop, str):
+                raise ValueError(f"stop holds {stop!r}: give a text or a list of texts")
+            if not stop:
+                raise ValueError("a stop string is empty: leave it out")
         self.stopped = False
         self._held = ""
 

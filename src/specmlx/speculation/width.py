@@ -196,10 +196,12 @@ class AutoWidth:
             return None
         if known == [0]:
             return "rounds that draft are not measured yet"
-        tokens, times = expected_tokens(survival, 1), seconds[1] / seconds[0]
+        best = max(known[1:], key=lambda width: expected_tokens(survival, width) / seconds[width])
+        tokens, times = expected_tokens(survival, best), seconds[best] / seconds[0]
         surely = "is not sure to" if tokens > times else "does not"
+        drafted = f"{best} drafted token{'s' * (best > 1)}"
         return (
-            f"drafting {surely} pay now: a round with 1 drafted token takes {times:.2f} times a plain one for about "
+            f"drafting {surely} pay now: at best, a round with {drafted} takes {times:.2f} times a plain one for about "
             f"{tokens:.2f} tokens"
         )
 

@@ -104,6 +104,14 @@ class CacheStates:
         self._ran, self.count, self._open = self._ids.shape[1], 0, True
         return self._ids
 
+    def copy(self) -> "CacheStates":
+        """The rows that are in, evaluated, for another to go on from; ValueError where some have to run again."""
+        if not self.whole:
+            raise ValueError("the last tokens of this conversation have to run again before it can be copied")
+        copied = clones(self)
+        mx.eval(arrays(copied))
+        return CacheStates(copied, self.length)
+
     def dispatch(self, new: Pass, *arrays: Any) -> Pass:
         """Send the open pass and `arrays` to the device, without waiting for them."""
         self._evaluate(mx.async_eval, *arrays)

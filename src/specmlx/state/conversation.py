@@ -65,6 +65,12 @@ class Conversation:
         self.max_kv_size: int | None = None
         self._owner = 0
 
+    def __deepcopy__(self, memo: dict) -> "Conversation":
+        """Another conversation that goes on from here, as copies of mlx-lm's caches do; its drafter starts here."""
+        copied = Conversation(self.states.copy(), self.processed[: self.states.length], self.pending)
+        copied.exact, copied.model, copied.max_kv_size = self.exact, self.model, self.max_kv_size
+        return copied
+
     @property
     def pending(self) -> int | None:
         """The id behind the processed ones, which has left to the user but is not in; None if there is none."""

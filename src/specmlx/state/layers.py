@@ -187,6 +187,19 @@ class LayerStates:
         self._refuse_if_broken()
         return [x.folded(self.count) if isinstance(x, Recurrent) else x for x in self.layers]
 
+    def copy(self) -> "LayerStates":
+        """The rows that are in, evaluated, for another to go on from."""
+        layers = [
+            x.with_arrays([mx.contiguous(part[:, :, : self.length]) for part in x.arrays()]) if isinstance(x, KV) else x
+            for x in self.folded()
+        ]
+        mx.eval([_arrays(layer) for layer in layers])
+        copied = LayerStates(layers, self.batch, self.kv_format)
+        if self.length:
+            copied.open(Pass(self.length, layers))
+            copied.commit(self.length)
+        return copied
+
     @classmethod
     def merged(cls, parts: "Sequence[LayerStates]") -> "LayerStates":
         """The lanes of several states in one, in order; the parts must not be used further."""
