@@ -277,6 +277,10 @@ def test_splash_table_is_printed_with_its_digits():
     assert last["M5 Max 32-core"][-3:] == ["109", "%", "impossible"] and last["M5 Pro"][-5:-3] == ["84", "%"]
 
 
+def test_without_drafted_tokens_no_drafter_is_read():
+    assert printed("--width", 0) == printed("--draft-kind", "none")
+
+
 def test_a_number_or_a_chip_is_a_bandwidth():
     text = printed("--weights", "modelopt-nvfp4", "--draft-kind", "none", "--bandwidth", 614.4)
     assert cells(text, "given") == ["614.4", "34.3"]

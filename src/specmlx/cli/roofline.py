@@ -177,6 +177,9 @@ def _roofline(
     most = draft.max_width if draft else 0
     if (width or 0) > most:
         raise click.BadParameter(f"{width}: this drafter proposes 0 to {most}.", param_hint="--width")
+    if width == 0:
+        # Plain decoding: no drafter runs.
+        draft = None
     packed = built_in and scheme.name.startswith("affine")
     splash = packed if layout is None else layout == "splash"
     return Roofline(config, scheme, draft, kv, lanes, splash, width)

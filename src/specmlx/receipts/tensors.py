@@ -100,6 +100,8 @@ def scheme_named(name: str) -> Scheme:
     try:
         fmt = format_named(name)
     except ValueError as error:
+        if name.startswith("affine-"):
+            raise
         raise ValueError(f"{error}, {MODELOPT}") from None
     return Scheme(fmt.name, *6 * [fmt])
 
