@@ -146,6 +146,8 @@ def test_a_missing_expert_is_refused_by_name():
         (dict(moe_intermediate_size=0), "moe_intermediate_size is 0"),
         (dict(shared_expert_intermediate_size=None), "shared_expert_intermediate_size is 0"),
         (dict(intermediate_size=0, mlp_only_layers=[1]), "intermediate_size is 0"),
+        (dict(mlp_only_layers="x"), "mlp_only_layers is 'x': it must be a list of layers"),
+        (dict(head_dim=[32]), "head_dim is [32]: it must be a positive integer"),
     ],
 )
 def test_experts_that_the_config_does_not_describe_are_refused_by_name(changes, word):

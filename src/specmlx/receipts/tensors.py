@@ -100,7 +100,7 @@ def scheme_named(name: str) -> Scheme:
     try:
         fmt = format_named(name)
     except ValueError as error:
-        if name.startswith("affine-"):
+        if "unknown" not in str(error):
             raise
         raise ValueError(f"{error}, {MODELOPT}") from None
     return Scheme(fmt.name, *6 * [fmt])

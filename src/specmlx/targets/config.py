@@ -66,11 +66,12 @@ class HybridConfig:
 
     def __post_init__(self):
         for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= (_MOST_LAYERS if name == "num_hidden_layers" else _MOST):
-                raise ValueError(f"{name} is {value!r}: it must be a positive integer")
+            self._check_size(name, _MOST_LAYERS if name == "num_hidden_layers" else _MOST)
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
+        self._check_size("head_dim", _MOST)
+        if not isinstance(self.mlp_only_layers, list):
+            raise ValueError(f"mlp_only_layers is {self.mlp_only_layers!r}: it must be a list of layers")
         if self.layer_types is None:
             self.layer_types = [
                 LINEAR if (i + 1) % self.full_attention_interval else FULL for i in range(self.num_hidden_layers)
@@ -79,6 +80,11 @@ class HybridConfig:
         if "type" not in self.rope_parameters:
             self.rope_parameters["type"] = self.rope_parameters.get("rope_type", "default")
         self._validate()
+
+    def _check_size(self, name: str, most: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or not 1 <= value <= most:
+            raise ValueError(f"{name} is {value!r}: it must be a positive integer")
 
     def _validate(self):
         if len(self.layer_types) != self.num_hidden_layers:
