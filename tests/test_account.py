@@ -1,6 +1,7 @@
 """Bytes moved by a generation: arrays in memory against shapes and formats, and counts against hand-made ones."""
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -210,8 +211,9 @@ def test_a_bandwidth_is_the_measured_one_else_apples_else_unknown(tmp_path, monk
     assert known_bandwidth() == measured == Bandwidth(measured.gigabytes_per_second, MEASURED)
     kept = machine.cache_file()
     assert list(json.loads(kept.read_text())) == [machine.this_machine().key]
-    kept.write_text("{broken")
-    assert known_bandwidth(other) is None
+    for damaged in ("{broken", json.dumps({other.key: math.inf})):
+        kept.write_text(damaged)
+        assert known_bandwidth(other) is None
 
 
 def test_gpu_cores_are_read_from_ioreg():

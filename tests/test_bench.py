@@ -106,6 +106,7 @@ def test_a_floor_that_is_not_reached_is_exit_code_1(directory, prompts):
     command = ["bench", "--model", str(directory), "--prompts", str(prompts), *QUICK, "--json"]
     result = CliRunner().invoke(main, [*command, "--floor", "1000"])
     assert result.exit_code == 1 and "times plain decoding end to end, less than 1000" in result.stderr
+    assert CliRunner().invoke(main, [*command, "--floor", "nan"]).exit_code == 1
     assert CliRunner().invoke(main, [*command, "--floor", "0.0001"]).exit_code == 0
 
 

@@ -155,6 +155,6 @@ def _below(report: dict[str, Any], floor: float) -> list[tuple[str, float]]:
     found = []
     for name, rows in report["suites"].items():
         ratio = next(row["end_to_end_ratio"] for row in rows if row["mode"] == "auto")
-        if ratio is not None and ratio["median"] < floor:
+        if ratio is not None and not ratio["median"] >= floor:
             found.append((name, ratio["median"]))
     return found

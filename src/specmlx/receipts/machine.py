@@ -125,7 +125,9 @@ def _kept() -> dict[str, float]:
         kept = json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    good = isinstance(kept, dict) and all(isinstance(rate, int | float) and rate > 0 for rate in kept.values())
+    good = isinstance(kept, dict) and all(
+        isinstance(rate, int | float) and 0 < rate < float("inf") for rate in kept.values()
+    )
     return kept if good else {}
 
 
