@@ -3,12 +3,14 @@
 import math
 import random
 import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
 from scripted import PROMPT, TEXT, DraftingTarget, Run, ScriptedDrafter, all_wrong, drafter, oracle, right_with
 
 from specmlx.speculation.costs import Costs, costs_file, load, save
+from specmlx.speculation.loop import round_seconds
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
 from specmlx.speculation.width import AutoWidth, FixedWidth, Survival, best_width, expected_tokens
@@ -439,6 +441,32 @@ def test_rows_that_wait_for_a_drafter_are_not_lost_between_requests(taken):
     run.start(prompt=[9, 9], drafter=by, max_tokens=20)
     assert run.take() == text[-20:]
     assert len(by.contexts) == 1
+
+
+@pytest.mark.parametrize(
+    ("away", "waited", "overlapped", "taken"),
+    [(3.0, 0.0, False, 1.0), (3.0, 1.0, True, 4.0), (3.0, 0.1, True, None), (0.3, 0.0, True, 4.0)],
+)
+def test_what_a_reader_does_with_tokens_is_not_a_rounds_time(away, waited, overlapped, taken):
+    assert round_seconds(4.0, away, waited, overlapped) == taken
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_a_slow_reader_does_not_make_rounds_dear(lookahead):
+    class Watched(FixedWidth):
+        def __init__(self, most: int):
+            super().__init__(most)
+            self.taken: list[float | None] = []
+
+        def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+            self.taken.append(seconds)
+
+    widths = Watched(2)
+    for _ in Run().start(drafter=drafter(), width=widths, max_tokens=18, lookahead=lookahead).tokens:
+        time.sleep(0.05)
+    # Three tokens a round: its reader takes 0.15 seconds of each, the table about a millisecond.
+    assert len(widths.taken) == 6 and widths.taken[0] is None
+    assert min(0.0 if seconds is None else seconds for seconds in widths.taken[1:]) < 0.1
 
 
 class Clockless(AutoWidth):

@@ -107,10 +107,11 @@ def generate_tokens(
                 raise
             return error
 
-    ahead, read_at, reason = None, None, stats.reason
+    ahead, read_at, away, reason = None, None, 0.0, stats.reason
     while True:
         conversation.check(owner)
         width_now = left(width, stats.generation_tokens, conversation.states.room)
+        overlapped = ahead is not None
         round = ahead or issue(target, conversation, policy, drafter, width_now, history, stop_tokens)
         width = widths.choose()
         ahead = following(round, width)
@@ -119,10 +120,12 @@ def generate_tokens(
             mx.async_eval(conversation.draft_arrays())
         waiting = time.perf_counter()
         (read,) = round.read(conversation.states)
-        stats.device_seconds += round.sent + time.perf_counter() - waiting
-        given, accepted, bad_rows = read.tokens(target.vocab_size), read.accepted, read.bad_rows
         before, read_at = read_at, time.perf_counter()
-        widths.observed(round.width, accepted, before and read_at - before)
+        stats.device_seconds += round.sent + read_at - waiting
+        given, accepted, bad_rows = read.tokens(target.vocab_size), read.accepted, read.bad_rows
+        taken = before and round_seconds(read_at - before, away, read_at - waiting, overlapped)
+        widths.observed(round.width, accepted, taken)
+        away = 0.0
         stats.begin_round(round.width, context=len(conversation.processed))
         stats.reason = "; ".join(filter(None, (reason, widths.reason))) or None
         if widths.reason and not stats.proposed:
@@ -141,8 +144,10 @@ def generate_tokens(
             conversation.unobserved = round.observable if drafter else None
             conversation.commit(n + 1, token)
             stats.committed(now - clock, time.perf_counter() - now)
+            left_at = time.perf_counter()
             yield leaving
             clock = time.perf_counter()
+            away += clock - left_at
             if finish:
                 return
             conversation.check(owner)
@@ -161,6 +166,17 @@ def _widths(width: int | Widths | None, drafter: Drafter | None) -> Widths:
     if not 0 <= widths.most <= most:
         raise ValueError(f"num_draft_tokens is {widths.most}: this drafter proposes 0 to {most}")
     return widths
+
+
+def round_seconds(seconds: float, away: float, waited: float, overlapped: bool) -> float | None:
+    """What a round took of the `seconds` since the one before was read; None where that can't be told.
+
+    away: seconds of them that whoever takes the tokens had. A round that went on meanwhile (`overlapped`) was as long
+    as all of them if the host `waited` for it then, else it was over at some time before.
+    """
+    if not overlapped:
+        return seconds - away
+    return seconds if away < 0.1 * seconds or waited > 0.05 * seconds else None
 
 
 def finish_reason(token: int, stop_tokens: Collection[int], given: int, max_tokens: int) -> str | None:
