@@ -8,6 +8,7 @@ from rig import SMALL, mlx_lm_twin, small_tokenizer, tiny
 from scripted import ScriptedDrafter, all_right
 
 from specmlx import batch_generate, generate, load
+from specmlx.generation import choose_width
 from specmlx.responses import Reply
 from specmlx.scheduler import Job, Scheduler
 from specmlx.speculation.costs import Costs, costs_file
@@ -84,6 +85,19 @@ def test_what_a_batch_found_out_serves_the_next_one():
         reasons.append(found.request_stats[0].reason or "")
         assert load_costs(file).known(0)
     assert "measured first" not in reasons[1]
+
+
+def test_other_kernels_and_profiled_rounds_have_costs_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path))
+    model, tokenizer = load()
+    file = choose_width(model, model.draft_model, "auto").file
+    assert file == costs_file(model.fingerprint, model.draft_model.fingerprint)
+    generate(model, tokenizer, "Hi", max_tokens=9, profile=True)
+    assert not file.exists()
+    generate(model, tokenizer, "Hi", max_tokens=9)
+    assert load_costs(file).known(0)
+    model.kernel_note = "kernels by number of rows"
+    assert choose_width(model, model.draft_model, "auto").file not in (None, file)
 
 
 def test_requests_that_take_turns_draft_all_that_there_is_and_say_so(tmp_path):

@@ -225,7 +225,8 @@ def _responses(
                     break
         finally:
             tokens.close()
-            if isinstance(widths, AutoWidth):
+            # What a profiled round takes, others don't.
+            if isinstance(widths, AutoWidth) and not profile:
                 widths.keep()
             if conversation.owned_by(owner):
                 conversation.settle()
@@ -285,8 +286,9 @@ def choose_width(
     if num_draft_tokens != AUTO and num_draft_tokens is not None:
         return num_draft_tokens
     known = isinstance(drafter, Fingerprinted)
-    several = [] if lanes == 1 else [f"{lanes} lanes"]
-    file = costs_file(model.fingerprint, drafter.fingerprint, *several) if known else None
+    # Rounds take as long as the kernels that were chosen for them have it.
+    apart = ([] if lanes == 1 else [f"{lanes} lanes"]) + ([model.kernel_note] if model.kernel_note else [])
+    file = costs_file(model.fingerprint, drafter.fingerprint, *apart) if known else None
     if model.sharding_group is not None:
         return SharedWidths(drafter.max_width, model.sharding_group, file)
     return AutoWidth(drafter.max_width, file=file)

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from specmlx.formats.cache import cache_directory
+from specmlx.kernels.backend import metal_factory
 
 # Standard deviations of logarithms of seconds.
 # Of one round, until rounds have told it; at least and at most.
@@ -185,8 +186,9 @@ def _at(known: Mapping[int, float], width: int) -> float:
 
 
 def costs_file(*fingerprints: str) -> Path:
-    """The file for these weights on this machine, device and version of mlx."""
-    machine = (platform.node(), platform.machine(), str(mx.default_device()), mx.__version__)
+    """The file for these weights on this machine, device and version of mlx, with kernels of ours or without."""
+    ours = metal_factory() is not None
+    machine = (platform.node(), platform.machine(), str(mx.default_device()), mx.__version__, ours)
     digest = blake2b(json.dumps([*machine, *fingerprints]).encode(), digest_size=16)
     return cache_directory() / "widths" / f"{digest.hexdigest()}.json"
 
