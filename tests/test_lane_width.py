@@ -1,5 +1,6 @@
 """How many tokens lanes are drafted: simulated batches on simulated machines, and a real one's texts and reasons."""
 
+import math
 import random
 
 import pytest
@@ -65,6 +66,21 @@ def test_lanes_come_near_the_best_fixed_width_whatever_bounds_the_work(lanes, cu
     assert found >= 0.9 * max(fixed) and found >= 0.95 * fixed[0]
 
 
+@pytest.mark.parametrize(
+    ("chances", "least"), [((0, 0, 0, 0.9), 1.3), ((0, 0, 0.7, 0.7), 1.25), ((0.9, 0, 0, 0), 0.97), ((0,) * 4, 0.97)]
+)
+def test_lanes_that_no_drafter_serves_neither_stop_it_for_the_others_nor_lose(chances, least):
+    for seed in range(4):
+        rng, widths, tokens, total = random.Random(seed), LaneWidths(lambda about: AutoWidth(MOST)), 0, 0.0
+        for _ in range(1500):
+            width = widths.choose(4, None)
+            kept = [next((k for k in range(width) if rng.random() >= chance), width) for chance in chances]
+            seconds = 1 + 0.02 * width + 0.3 * (width > 0)
+            tokens, total = tokens + sum(kept) + 4, total + seconds
+            widths.observed(4, width, kept, seconds * math.exp(rng.gauss(0, 0.05)))
+        assert tokens / total / 4 > least
+
+
 def test_numbers_of_lanes_learn_apart_and_near_ones_together():
     made = []
     widths = LaneWidths(lambda about: made.append(about) or AutoWidth(MOST))
@@ -118,8 +134,8 @@ def test_a_lane_that_began_plain_and_is_drafted_beside_another_says_so(tmp_path)
         def __init__(self, lanes: int):
             super().__init__(6, Costs({w: 1.0 + w * (lanes == 1) for w in range(7)}, [0.9 * (lanes > 1)] * 6))
 
-        def observed(self, width: int, accepted: int, seconds: float | None) -> None:
-            super().observed(width, accepted, None)
+        def observed(self, width: int, accepted: int, seconds: float | None, others=()) -> None:
+            super().observed(width, accepted, None, others)
 
     tokenizer, model = small_tokenizer(tmp_path), tiny(3, **SMALL)
     prompts, counts, jobs = [[7, 8, 9], [5, 4]], [30, 20], []

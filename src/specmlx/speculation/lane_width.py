@@ -35,7 +35,8 @@ class LaneWidths:
         """
         for n, kept in enumerate(accepted):
             # All lanes' time, told once.
-            self.of(lanes).observed(width, kept, None if n else seconds)
+            others = (*accepted[:n], *accepted[n + 1 :])
+            self.of(lanes).observed(width, kept, None if n else seconds, others)
 
     def keep(self) -> None:
         """Write what was learnt, and go on from there: no round is under way."""

@@ -33,6 +33,8 @@ STALE, LONG_STALE, SURE = 48, 192, 1.3
 DOUBTFUL = 0.15
 # A request's first rounds count as trying: they go by what earlier requests were like.
 FIRST = 8
+# Rounds in a row that may try widths which are known.
+MOST_IN_A_ROW = 2
 # Rounds after which one that was to be tried has been seen, whatever became of it.
 UNDER_WAY = 4
 # While plain decoding stands and nothing is to be tried, it is thought about, and measured, once in so many rounds.
@@ -172,6 +174,7 @@ class AutoWidth:
         self._next: list[int] = []
         self._trying: list[int] = []
         self._tried_at = 0
+        self._tried_in_a_row = 0
 
     def keep(self) -> None:
         """Write what was learnt to the file."""
@@ -225,6 +228,7 @@ class AutoWidth:
         if not self._next and not self._trying:
             self._next = self._trial(known, seconds, measured, survival)
         self._reason = self._explain(known, seconds, survival)
+        self._tried_in_a_row = self._tried_in_a_row + 1 if self._next else 0
         if not self._next:
             if self.current == 0 and not self._trying:
                 self._rest = RESTING - 1
@@ -233,12 +237,13 @@ class AutoWidth:
         self._tried_at = self._observed
         return self._trying[-1]
 
-    def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+    def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
+        """See `Widths.observed`; `others`: what was kept of other lanes' proposals, each of which is told apart, too."""
         self.survival.observe(width, accepted)
         tried = width in self._trying
         if tried:
             self._trying.remove(width)
-            if not accepted and self.costs.known(width):
+            if not any((accepted, *others)) and self.costs.known(width):
                 # Good drafting seldom fails from its first slot on.
                 self._next.clear()
         if width == 0:
@@ -264,7 +269,8 @@ class AutoWidth:
             self._trying.clear()
         if not self.costs.known(0):
             return
-        gained = (accepted + 1) * self.costs.seconds(0)[0] - usual
+        kept = (accepted + sum(others)) / (1 + len(others))
+        gained = (kept + 1) * self.costs.seconds(0)[0] - usual
         self._gained += gained
         if tried or (width and self._observed <= FIRST):
             self._spent = max(0.0, self._spent - gained)
@@ -292,7 +298,9 @@ class AutoWidth:
         widest = known[-1]
         hopeful = []
         for width in range(1, min(self.most, 2 * widest + 1) + 1):
-            if width in known and (width == self.current or self.costs.doubt(width, self.current) < DOUBTFUL):
+            # Nor again and again: one that is tried all the time would be compared with nothing.
+            again = self._tried_in_a_row >= MOST_IN_A_ROW or width == self.current
+            if width in known and (again or self.costs.doubt(width, self.current) < DOUBTFUL):
                 continue
             below = max(w for w in known if w < width)
             least = seconds[below] if below == width - 1 else (seconds[below] + seconds[width]) / 2
