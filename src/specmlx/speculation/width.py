@@ -238,7 +238,7 @@ class AutoWidth:
         return self._trying[-1]
 
     def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
-        """See `Widths.observed`; `others`: what was kept of other lanes' proposals, each of which is told apart, too."""
+        """See `Widths.observed`; `others`: what was kept of other lanes' proposals, each of which is told as well."""
         self.survival.observe(width, accepted)
         tried = width in self._trying
         if tried:
