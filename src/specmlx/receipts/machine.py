@@ -1,5 +1,6 @@
 """The machine that this runs on: chip, memory, backend, and the bandwidth of its memory where that is known."""
 
+import contextlib
 import json
 import os
 import platform
@@ -133,8 +134,10 @@ def _kept() -> dict[str, float]:
 
 def _keep(key: str, rate: float) -> None:
     file = cache_file()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, [json.dumps(_kept() | {key: rate}).encode()])
+    # Where it can't be kept, it is told all the same.
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, [json.dumps(_kept() | {key: rate}).encode()])
 
 
 def _system() -> str:

@@ -6,7 +6,7 @@ from specmlx.drafters.proposal import Drafter
 from specmlx.state.conversation import Conversation, Draft, Observable
 
 # Passes without a proposal, and rows of them, that are kept until the drafter is shown them all at once.
-_PASSES, _ROWS = 64, 2048
+_PASSES, _ROWS = 64, 1024
 
 
 def observe(conversation: Conversation, drafter: Drafter | None, later: bool = False) -> None:
