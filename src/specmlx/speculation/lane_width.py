@@ -33,10 +33,8 @@ class LaneWidths:
 
         A drafter may have proposed fewer: what it left out counts as not kept.
         """
-        for n, kept in enumerate(accepted):
-            # All lanes' time, told once.
-            others = (*accepted[:n], *accepted[n + 1 :])
-            self.of(lanes).observed(width, kept, None if n else seconds, others)
+        first, *others = accepted
+        self.of(lanes).observed(width, first, seconds, others)
 
     def keep(self) -> None:
         """Write what was learnt, and go on from there: no round is under way."""

@@ -138,7 +138,8 @@ class Lanes:
         for i, lane in enumerate(lanes):
             lane.stats.decode_seconds += seconds
             lane.stats.begin_round(round.width, context=len(lane.conversation.processed))
-            self._explain(lane)
+            if self.widths is not None:
+                lane.stats.explain(lane.reason, self.widths.of(len(self.lanes)).reason)
             count, over = 0, True
             if i in policy.failures:
                 lane.error = policy.failures[i]
@@ -167,14 +168,6 @@ class Lanes:
         if (room := self._states.room) is not None:
             most.append(room - 1)
         return min(most)
-
-    def _explain(self, lane: Lane) -> None:
-        if self.widths is None:
-            return
-        reason = self.widths.of(len(self.lanes)).reason
-        lane.stats.reason = "; ".join(filter(None, (lane.reason, reason))) or None
-        if reason and not lane.stats.proposed:
-            lane.stats.mode = "plain"
 
     def _deliver(self, lane: Lane, read: Delivery, logprobs: list[mx.array]) -> tuple[int, bool]:
         """Give a lane its tokens: how many rows enter its state, and whether it is over."""

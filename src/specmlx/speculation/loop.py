@@ -127,9 +127,7 @@ def generate_tokens(
         widths.observed(round.width, accepted, taken)
         away = 0.0
         stats.begin_round(round.width, context=len(conversation.processed))
-        stats.reason = "; ".join(filter(None, (reason, widths.reason))) or None
-        if widths.reason and not stats.proposed:
-            stats.mode = "plain"
+        stats.explain(reason, widths.reason)
 
         for n, token in enumerate(given):
             if bad_rows[n]:
@@ -143,8 +141,8 @@ def generate_tokens(
             # Last of all, so that an interrupt leaves as little as can be in the conversation that nobody was given.
             conversation.unobserved = round.observable if drafter else None
             conversation.commit(n + 1, token)
-            stats.committed(now - clock, time.perf_counter() - now)
             left_at = time.perf_counter()
+            stats.committed(now - clock, left_at - now)
             yield leaving
             clock = time.perf_counter()
             away += clock - left_at

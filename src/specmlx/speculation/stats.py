@@ -60,6 +60,12 @@ class Stats:
         self._bin(0, +1)
         self._in_round = 0
 
+    def explain(self, request: str | None, width: str | None) -> None:
+        """Say why rounds are as they are, by the request and the width; if by this and none drafted, they are plain."""
+        self.reason = "; ".join(filter(None, (request, width))) or None
+        if width and not self.proposed:
+            self.mode = "plain"
+
     def deliver(self, from_draft: bool) -> None:
         """Count a token that leaves to the user in the running round."""
         self.generation_tokens += 1

@@ -238,8 +238,9 @@ class AutoWidth:
         return self._trying[-1]
 
     def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
-        """See `Widths.observed`; `others`: what was kept of other lanes' proposals, each of which is told as well."""
-        self.survival.observe(width, accepted)
+        """See `Widths.observed`; `others`: what was kept of other lanes' proposals in the same round."""
+        for kept in (accepted, *others):
+            self.survival.observe(width, kept)
         tried = width in self._trying
         if tried:
             self._trying.remove(width)
@@ -252,18 +253,16 @@ class AutoWidth:
         if seconds is None:
             return
         self._unmeasured += 1
+        self._observed += 1
+        self._work += seconds
         if self._rest and not width:
-            self._work += seconds
-            self._observed += 1
             return
         # A round that something else slowed down has not spent so much on trying.
         usual = min(seconds, 2 * self.costs.seconds(width)[width]) if self.costs.known(0) else seconds
-        self._work += seconds
         # The drafter had to see what it had missed, too.
         if not (missed and self.costs.known(width)):
             self.costs.observe(width, seconds, self._unmeasured)
             self._unmeasured = 0
-        self._observed += 1
         if self._observed > self._tried_at + UNDER_WAY:
             # It came out narrower: the drafter had no more, or there was no room.
             self._trying.clear()
