@@ -10,7 +10,7 @@ from specmlx.targets.config import check_target
 DEMO = "demo"
 AUTO = "auto"
 MTP, NGRAM = "mtp", "ngram"
-_KINDS = ("dflash", "dflash2", "dspark", "mtp")
+DEMO_DRAFTERS = ("dflash", "dflash2", "dspark", "mtp")
 
 
 def resolve(path_or_hf_repo: str | Path, revision: str | None = None, local_only: bool = False) -> Path:
@@ -25,7 +25,7 @@ def resolve(path_or_hf_repo: str | Path, revision: str | None = None, local_only
         if path.is_file() and path.suffix != ".gguf":
             raise ValueError(f"{name} is a file: name its directory, {path.parent}")
         return path
-    if name in _KINDS:
+    if name in DEMO_DRAFTERS:
         raise ValueError(f"no such directory: {name}; the demo's drafter is {DEMO}/{name}")
     if name.startswith((".", "/", "~")) or name.partition("@")[0].count("/") != 1:
         raise ValueError(f"no such directory: {name} (nor is it a Hub id like owner/name)")
@@ -50,7 +50,9 @@ def check_names(model: str, draft_model: str | None) -> None:
 def check_drafter_name(name: str) -> None:
     """Raise ValueError where a drafter's name is that of the demo's target."""
     if name == DEMO:
-        raise ValueError(f"{DEMO} is a target; its drafters are {', '.join(f'{DEMO}/{kind}' for kind in _KINDS)}")
+        raise ValueError(
+            f"{DEMO} is a target; its drafters are {', '.join(f'{DEMO}/{kind}' for kind in DEMO_DRAFTERS)}"
+        )
 
 
 def _on_hub(name: str) -> bool:
@@ -59,7 +61,7 @@ def _on_hub(name: str) -> bool:
 
 def _demo(name: str) -> Path:
     here = Path(__file__).parent / "demo"
-    known = {"demo": "target", **{f"demo/{kind}": kind for kind in _KINDS}}
+    known = {"demo": "target", **{f"demo/{kind}": kind for kind in DEMO_DRAFTERS}}
     if name not in known:
         raise ValueError(f"no demo part named {name!r}: there are {', '.join(known)}")
     return here / known[name]

@@ -9,6 +9,7 @@ import click
 
 from specmlx.cli import options
 from specmlx.cli.terminal import answers, note
+from specmlx.formats.atomic import check_folder
 
 WRONG = "always wrong"
 EPILOG = """\b
@@ -52,7 +53,7 @@ def bench(
     The suites' prompts were written for specmlx, under its licence.
     """
     texts = _texts(target.model, suite, prompts)
-    options.check_folder("--output", output)
+    check_folder("--output", output)
     if plot is not None:
         from specmlx.receipts.plot import check_plot
 

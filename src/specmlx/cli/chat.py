@@ -13,6 +13,7 @@ from specmlx.cli import options
 from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, note, prefill_status, show_status
+from specmlx.formats.atomic import check_folder
 
 HELP = "q (quit, exit, /exit) quits, r forgets the conversation, h (/help) shows this; Ctrl-C stops an answer"
 # Lines that are no questions: mlx_lm's letters, and what other programs call them.
@@ -57,7 +58,7 @@ def chat(
 ) -> None:
     """Talk with a model. In it, q (or exit) quits, r forgets the conversation, h is help; Ctrl-C stops answers."""
     sampling.check()
-    options.check_folder("--prompt-cache-file", prompt_cache_file)
+    check_folder("--prompt-cache-file", prompt_cache_file)
     kv_settings = kv.settings()
     with answers():
         model, tokenizer = target.load(draft_model, drafting=drafting)

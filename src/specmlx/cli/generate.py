@@ -13,6 +13,7 @@ from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.launched import joined
 from specmlx.cli.sampling import SamplingFlags, sampling_options
 from specmlx.cli.terminal import answers, note, prefill_status
+from specmlx.formats.atomic import check_folder
 
 EPILOG = """\b
 Examples:
@@ -155,7 +156,7 @@ def _recorder(trace: Path | None) -> Any:
     """What listens to the answer for `--trace`; raises ValueError, before anything is loaded, for a bad place."""
     if trace is None:
         return None
-    options.check_folder("--trace", trace)
+    check_folder("--trace", trace)
     from specmlx.receipts.trace import Recorder
 
     return Recorder()

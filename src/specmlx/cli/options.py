@@ -100,12 +100,6 @@ class TemplateFlags:
         return tokenizer.encode(rendered, add_special_tokens=False)
 
 
-def check_folder(flag: str, path: Path | None) -> None:
-    """Raises ValueError where a file to be written has no folder."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"{flag} {path}: there is no directory {path.parent}")
-
-
 def prompt_lines(path: Path) -> list[str]:
     """The prompts in a file of one a line. Raises ValueError for one without any, or that is no UTF-8."""
     try:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from specmlx.cli import options
 from specmlx.cli.terminal import answers, note
+from specmlx.formats.atomic import check_folder
 
 EPILOG = """\b
 Examples:
@@ -33,6 +33,6 @@ def view(trace: Path, output: Path | None) -> None:
     output = trace.with_suffix(".html") if output is None else output
     if output.resolve() == trace.resolve():
         raise ValueError(f"{output} is the trace itself: name another file with -o")
-    options.check_folder("-o", output)
+    check_folder("-o", output)
     write_atomically(output, [html.encode()])
     note(f"{output}: open it in a browser")

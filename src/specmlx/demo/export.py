@@ -13,8 +13,8 @@ from specmlx.demo.tasks import held_out_examples, training_examples
 from specmlx.drafters.settings import FREQUENCIES
 from specmlx.formats.checkpoint import read_config
 from specmlx.loading import load, resolve
+from specmlx.places import DEMO_DRAFTERS
 
-DRAFTERS = ("dflash", "dflash2", "dspark", "mtp")
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", FREQUENCIES)
 _QUESTIONS_PER_KIND = 4
 _TRAINING_ROWS = 3000
@@ -36,7 +36,7 @@ def write_demo(directory: str | Path, dtype: str = "float32", bits: int | None =
         raise ValueError(f"{directory} is not an empty directory: name a new one")
     model, _ = load("demo", draft_model=None, dtype=dtype)
     config = read_config(resolve("demo"))
-    drafters = {name: _drafter(name, dtype) for name in DRAFTERS}
+    drafters = {name: _drafter(name, dtype) for name in DEMO_DRAFTERS}
     config["draft_model"] = "dspark"
     if bits is not None:
         try:

@@ -42,6 +42,12 @@ def write_atomically(
         system.close(directory)
 
 
+def check_folder(flag: str, path: Path | None) -> None:
+    """Raises ValueError where a file to be written, the value of a `flag`, has no folder."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{flag} {path}: there is no directory {path.parent}")
+
+
 def _sweep(path: Path) -> None:
     """Remove what writers of this file left that were killed."""
     for partial in path.parent.glob(f".{path.name}.*.partial"):

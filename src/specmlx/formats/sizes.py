@@ -74,13 +74,17 @@ def affine(bits: int, group: int = 64, dtype_bytes: int = 2) -> Format:
     return Format(f"affine-{bits}-{group}", bits, group, 2 * dtype_bytes)
 
 
-def format_named(name: str) -> Format:
-    """The format of a name: one of FORMATS, or affine-BITS or affine-BITS-GROUP. Raises ValueError, one line."""
+def format_named(name: str, others: Sequence[str] = ()) -> Format:
+    """The format of a name: one of FORMATS, or affine-BITS or affine-BITS-GROUP. Raises ValueError, one line.
+
+    others: names that the caller knows besides, which the error is to tell.
+    """
     if name in FORMATS:
         return FORMATS[name]
     if found := re.fullmatch(r"affine-(\d+)(?:-(\d+))?", name):
         return affine(int(found[1]), int(found[2] or 64))
-    raise ValueError(f"unknown format {name!r}: there are affine-BITS, affine-BITS-GROUP, {', '.join(FORMATS)}")
+    known = ", ".join(["affine-BITS", "affine-BITS-GROUP", *FORMATS, *others])
+    raise ValueError(f"unknown format {name!r}: there are {known}")
 
 
 def quantized(mode: str, bits: int, group: int) -> Format:

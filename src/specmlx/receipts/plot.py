@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from specmlx.formats.atomic import check_folder
 from specmlx.receipts.benchmark import Row
 from specmlx.receipts.chips import Chip
 from specmlx.receipts.roofline import Roofline
@@ -11,11 +12,10 @@ SUFFIXES = (".png", ".svg")
 
 
 def check_plot(path: Path) -> None:
-    """Raises ValueError, one line, for a file that is neither PNG nor SVG, and where matplotlib is missing."""
+    """Raises ValueError for a file that is neither PNG nor SVG or has no folder, and where matplotlib is missing."""
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"--plot {path}: the file's name must end in {' or '.join(SUFFIXES)}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no directory {path.parent}")
+    check_folder("--plot", path)
     try:
         import matplotlib  # noqa: F401
     except ImportError:

@@ -97,12 +97,7 @@ def scheme_named(name: str) -> Scheme:
     if name == MODELOPT:
         nvfp4, fp8 = FORMATS["nvfp4"], FORMATS["fp8"]
         return Scheme(name, nvfp4, fp8, BF16, nvfp4, BF16, nvfp4, gated_norm=FP32)
-    try:
-        fmt = format_named(name)
-    except ValueError as error:
-        if "unknown" not in str(error):
-            raise
-        raise ValueError(f"{error}, {MODELOPT}") from None
+    fmt = format_named(name, [MODELOPT])
     return Scheme(fmt.name, *6 * [fmt])
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 from specmlx.formats.sealed import load_sealed, save_sealed
 from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import KV
-from specmlx.state.layers import LayerStates, Pass
+from specmlx.state.layers import LayerStates
 from specmlx.state.quantized_kv import KVFormat, of_arrays
 from specmlx.state.recurrent import Recurrent
 
@@ -162,10 +162,7 @@ def load(path: str | Path) -> tuple[Conversation, dict[str, str]]:
             layers.append(of_arrays([arrays[name] for name in parts]) if parts else None)
     processed = json.loads(header["processed"])
     kv_format = json.loads(header["kv_format"])
-    states = LayerStates(layers, kv_format=kv_format and KVFormat(**kv_format))
-    if processed:
-        states.open(Pass(len(processed), layers))
-        states.commit(len(processed))
+    states = LayerStates.holding(len(processed), layers, kv_format=kv_format and KVFormat(**kv_format))
     conversation = Conversation(states, processed, json.loads(header["pending"]))
     conversation.model, conversation.max_kv_size = json.loads(header["model"]), json.loads(header["max_kv_size"])
     return conversation, json.loads(header["metadata"])

@@ -194,11 +194,18 @@ class LayerStates:
             for x in self.folded()
         ]
         mx.eval([_arrays(layer) for layer in layers])
-        copied = LayerStates(layers, self.batch, self.kv_format)
-        if self.length:
-            copied.open(Pass(self.length, layers))
-            copied.commit(self.length)
-        return copied
+        return LayerStates.holding(self.length, layers, self.batch, self.kv_format)
+
+    @classmethod
+    def holding(
+        cls, rows: int, layers: list[Layer], batch: int = 1, kv_format: KVFormat | None = None
+    ) -> "LayerStates":
+        """States that `rows` rows left behind, which `layers` are."""
+        states = cls(layers, batch, kv_format)
+        if rows:
+            states.open(Pass(rows, layers))
+            states.commit(rows)
+        return states
 
     @classmethod
     def merged(cls, parts: "Sequence[LayerStates]") -> "LayerStates":

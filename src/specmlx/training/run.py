@@ -18,7 +18,7 @@ from specmlx.drafters.checkpoint import build, load_drafter
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig
 from specmlx.drafters.pairing import check_pair
 from specmlx.formats.atomic import write_atomically
-from specmlx.formats.checkpoint import save_atomically
+from specmlx.formats.checkpoint import TRAINING, save_atomically
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 from specmlx.training.answers import Answers
@@ -29,7 +29,8 @@ from specmlx.training.export import check_export, export
 from specmlx.training.lock import LOCK, locked
 from specmlx.training.loop import CHECKPOINT, Batch, Schedule, train
 
-FOLDER, SETTINGS, ANSWERS = "training", "run.json", "answers.jsonl"
+FOLDER, SETTINGS = TRAINING.split("/")
+ANSWERS = "answers.jsonl"
 # Half cross-entropy with the target's distribution, half distance: what the demo's drafters learned best with.
 LOSSES = {
     DFLASH: DraftLoss(soft=0.5, l1=0.5),
