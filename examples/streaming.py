@@ -18,6 +18,8 @@ print()
 stats = response.stats
 print(
     f"{response.generation_tokens} tokens in {stats.rounds} target passes: "
-    f"{stats.acceptance_length:.2f} tokens a pass ({': '.join(filter(None, (stats.mode, stats.reason)))})",
+    f"{stats.acceptance_length:.2f} tokens a pass ({stats.mode})",
     file=sys.stderr,
 )
+if stats.reason:
+    print(stats.reason, file=sys.stderr)
