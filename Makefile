@@ -20,7 +20,7 @@ lint: $(VENV)/.dev
 
 # Hours on one core. What is done so far is kept in runs/demo; the same command goes on from there.
 train-demo: $(VENV)/.demo
-	$(BIN)/python -m specmlx.demo.make all --work runs/demo
+	$(BIN)/python examples/make_demo all --work runs/demo
 
 # Held-out answers and acceptance by kind, then speed by width against plain decoding: some minutes.
 bench-demo: $(VENV)/.demo

@@ -6,14 +6,18 @@ what came before. DSpark's Markov head and DFlash 2's selector hold that bigram;
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from specmlx.demo.make import TARGET_CONFIG, new_target
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from make_demo.pair import TARGET_CONFIG, new_target  # noqa: E402
 
 # How much the layers say, and how many tokens, from the first one that is no special one, there are to be said.
 BRANCHES, WORDS, FIRST = 1.2, 64, 32

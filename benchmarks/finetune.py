@@ -5,6 +5,7 @@ guess its answers: the demo's own, one trained from nothing, and one begun with 
 """
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from specmlx.demo.export import write_demo
-from specmlx.demo.words import NAMES, WORDS
 from specmlx.loading import load, load_drafter
 from specmlx.receipts.evaluation import Acceptance, evaluate
 from specmlx.targets.hybrid import Model
@@ -27,6 +27,10 @@ from specmlx.training.geometry import KINDS, default_rate, drafter_config, mask_
 from specmlx.training.loop import Schedule, train
 from specmlx.training.run import Run, Settings
 from specmlx.training.target import next_token_loss
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from make_demo.words import NAMES, WORDS  # noqa: E402
 
 SHARE = 0.1
 PROMPTS = 30

@@ -2,15 +2,19 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 import specmlx.demo
-from specmlx.demo.make import TARGET_CONFIG, new_target
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from make_demo.pair import TARGET_CONFIG, new_target  # noqa: E402
 
 TOKENIZER = Path(specmlx.demo.__file__).parent / "target"
 DRAFTER = {

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,9 +14,12 @@ import specmlx.demo
 from specmlx.batch import batch_generate
 from specmlx.cli import main
 from specmlx.demo.drafting import DRAFTERS, measure, run, same_slots
-from specmlx.demo.make import DRAFTER_CONFIGS, MTP_CONFIG, VOCABULARY, train_drafter
 from specmlx.demo.tasks import held_out_examples
 from specmlx.loading import load, load_drafter
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from make_demo.pair import DRAFTER_CONFIGS, MTP_CONFIG, VOCABULARY, train_drafter  # noqa: E402
 
 HERE = Path(specmlx.demo.__file__).parent
 

@@ -1,6 +1,7 @@
 """The demo's questions, their tokenizer and their packing."""
 
 import json
+import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -10,9 +11,14 @@ import numpy as np
 import pytest
 
 import specmlx.demo
-from specmlx.demo.data import QUESTION_WEIGHT, PackedChats, packed_batches
-from specmlx.demo.tasks import COPYING, KINDS, held_out_examples, is_held_out, sample, training_examples
+from specmlx.demo import tasks
+from specmlx.demo.tasks import KINDS
 from specmlx.training.tokenizer import SPECIAL_TOKENS, train_tokenizer
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from make_demo.chats import QUESTION_WEIGHT, PackedChats, packed_batches  # noqa: E402
+from make_demo.templates import COPYING, held_out_examples, is_held_out, sample, training_examples  # noqa: E402
 
 TARGET = Path(specmlx.demo.__file__).parent / "target"
 
@@ -81,6 +87,18 @@ def test_held_out_questions_are_distinct_held_out_and_the_same_every_time(held_o
     assert held_out == held_out_examples(45)
     with pytest.raises(ValueError, match="fewer than 400 .*'count up'"):
         held_out_examples(400)
+
+
+def test_the_installed_questions_are_what_the_templates_make(held_out):
+    assert tasks.held_out_examples(45) == held_out
+    assert tasks.held_out_examples(1) == held_out_examples(1)
+    with pytest.raises(ValueError, match="46 is too many: there are 45 .*'count up'"):
+        tasks.held_out_examples(46)
+    stored = list(tasks.training_examples("train", 8000))
+    assert stored == list(training_examples("train", 8000))
+    other = list(tasks.training_examples("other", 8001))
+    assert other[:40] == list(tasks.training_examples("other", 40)) != stored[:40]
+    assert Counter(other[:8000]) == Counter(stored)
 
 
 def test_answers_are_long_enough_and_do_not_loop(tokenizer, held_out):

@@ -41,7 +41,7 @@ def answer(model, tokenizer, examples: list[Example], max_tokens: int = 160, **o
     """Answer each question greedily by the real loop; figures added up by kind. Options: stream_generate's."""
     from specmlx.generation import stream_generate
 
-    kinds: dict[str, Answers] = defaultdict(Answers)
+    answers: dict[str, Answers] = defaultdict(Answers)
     for example in examples:
         messages = [{"role": "user", "content": example.question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
@@ -50,8 +50,8 @@ def answer(model, tokenizer, examples: list[Example], max_tokens: int = 160, **o
             text += response.text
             ids.append(response.token)
         right = text == example.answer and response.finish_reason == "stop"
-        kinds[example.kind] += Answers(1, right, len(ids), response.stats.rounds, distinct_3grams(ids))
-    return kinds
+        answers[example.kind] += Answers(1, right, len(ids), response.stats.rounds, distinct_3grams(ids))
+    return answers
 
 
 @click.command()
@@ -68,16 +68,16 @@ def main(model: str, drafters: tuple[str, ...], per_kind: int, as_json: bool) ->
     report = {}
     for name in drafters or ("demo/dflash", "demo/dspark"):
         drafter = None if name == "none" else load_drafter(name, target)
-        kinds = answer(target, tokenizer, examples, draft_model=drafter)
-        total = sum((kinds[kind] for kind in KINDS), Answers())
-        report[name] = {"all": total.figures(), **{kind: kinds[kind].figures() for kind in KINDS}}
+        answers = answer(target, tokenizer, examples, draft_model=drafter)
+        total = sum((answers[kind] for kind in KINDS), Answers())
+        report[name] = {"all": total.figures(), **{kind: answers[kind].figures() for kind in KINDS}}
     if as_json:
         click.echo(json.dumps(report))
         return
-    for name, kinds in report.items():
+    for name, by_kind in report.items():
         click.echo(f"{name}, greedy, full width, {len(examples)} held-out questions")
         click.echo(f"  {'kind':<12} {'right':>7} {'tokens':>7} {'distinct 3-grams':>17} {'τ':>6}")
-        for kind, f in kinds.items():
+        for kind, f in by_kind.items():
             click.echo(
                 f"  {kind:<12} {f['right']:>7.1%} {f['mean_tokens']:>7.1f} {f['distinct_3grams']:>17.3f} "
                 f"{f['acceptance_length']:>6.2f}"

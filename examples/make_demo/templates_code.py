@@ -1,10 +1,8 @@
 """Questions of the demo whose answers are code or markup."""
 
-from __future__ import annotations
-
 from random import Random
 
-from .words import COLOURS, NAMES, THINGS
+from make_demo.words import COLOURS, NAMES, THINGS
 
 _FUNCTIONS = (
     (

@@ -1,7 +1,8 @@
-"""How the embedded pair was made: `python -m specmlx.demo.make all --work DIR` repeats it, resumably."""
+"""How the embedded pair was made: `python examples/make_demo all --work DIR` repeats it, resumably."""
 
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -10,8 +11,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from specmlx.demo.data import VOCABULARY, PackedChats, tokenizer_texts
-from specmlx.demo.tasks import KINDS, training_examples
+import specmlx.demo
+from make_demo.chats import VOCABULARY, PackedChats, tokenizer_texts
+from make_demo.templates import held_out_examples, training_examples
+from specmlx.demo.tasks import KINDS, QUESTIONS_FILE
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH2
 from specmlx.drafters.mtp import MTP, MTPHead
@@ -28,7 +31,7 @@ from specmlx.training.run import Run, Settings, begun
 from specmlx.training.target import next_token_loss
 from specmlx.training.tokenizer import train_tokenizer
 
-HERE = Path(__file__).parent
+HERE = Path(specmlx.demo.__file__).parent
 SEED = 20261130
 TARGET_STEPS = 4400
 # The order of months and of letters is in few questions: at the end they come more often. Kinds and steps of each turn.
@@ -38,8 +41,8 @@ REVISIONS = (
 )
 DRAFTER_STEPS = {"dflash": 1900, "dflash2": 500, "dspark": 1900, "mtp": 1000}
 MTP_FIRST_STEPS = 600
-# What the drafters learn the target's own answers to.
-QUESTIONS = 8000
+# What the drafters learn the target's own answers to, and what is measured.
+QUESTIONS, HELD_OUT_PER_KIND = 8000, 45
 BATCH, LENGTH = 8, 256
 DRAFTER_LENGTH, ANCHORS = 128, 24
 # Until which step, row length, kinds. To copy a name is learned from one kind in a minute, from all not in an hour.
@@ -240,13 +243,31 @@ def token_frequencies(tokenizer: Path, batches: int = 200) -> list[int]:
     return np.argsort(-counts, kind="stable").tolist()
 
 
+def write_questions(path: Path) -> None:
+    """Write the held-out questions of each kind and those that the drafters learn from, with their answers."""
+    held_out: dict[str, list[list[str]]] = {kind: [] for kind in KINDS}
+    for example in held_out_examples(HELD_OUT_PER_KIND):
+        held_out[example.kind].append([example.question, example.answer])
+    kinds = ",\n".join(f"{json.dumps(kind)}: [\n{_lines(questions)}\n]" for kind, questions in held_out.items())
+    training = _lines([e.kind, e.question, e.answer] for e in training_examples("train", QUESTIONS))
+    path.write_text(f'{{"held_out": {{\n{kinds}\n}},\n"training": [\n{training}\n]}}\n')
+
+
+def _lines(rows: Iterable[list[str]]) -> str:
+    return ",\n".join(map(json.dumps, rows))
+
+
 @click.command()
-@click.argument("what", type=click.Choice(["tokenizer", "frequencies", "target", *DRAFTER_CONFIGS, "mtp", "all"]))
+@click.argument(
+    "what", type=click.Choice(["questions", "tokenizer", "frequencies", "target", *DRAFTER_CONFIGS, "mtp", "all"])
+)
 @click.option("--work", type=click.Path(path_type=Path), required=True, help="Where checkpoints and logs go.")
 @click.option("--steps", type=int, default=None, help="Other than the steps that the embedded pair took.")
 @click.option("--out", type=click.Path(path_type=Path), default=HERE, help="Where the pair goes: target/, dflash/, …")
 def main(what: str, work: Path, steps: int | None, out: Path) -> None:
     """Train the embedded demo pair from nothing, or go on where an interrupted run stopped."""
+    if what in ("questions", "all"):
+        write_questions(out / QUESTIONS_FILE)
     if what in ("tokenizer", "all"):
         train_tokenizer(tokenizer_texts(), VOCABULARY, out / "target")
     if what in ("frequencies", "all"):
@@ -260,7 +281,3 @@ def main(what: str, work: Path, steps: int | None, out: Path) -> None:
             save_float16(drafter.model, DRAFTER_CONFIGS[kind], out / kind)
     if what in ("mtp", "all"):
         save_float16(train_mtp(out, work, steps or DRAFTER_STEPS["mtp"]).model, MTP_CONFIG, out / "mtp")
-
-
-if __name__ == "__main__":
-    main()

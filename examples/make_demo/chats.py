@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .tasks import KINDS, Example, training_examples
-from .words import COLOURS, DAYS, MONTHS, NAMES, THINGS, WORDS
+from make_demo.templates import training_examples
+from make_demo.words import COLOURS, DAYS, MONTHS, NAMES, THINGS, WORDS
+from specmlx.demo.tasks import KINDS, Example
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
