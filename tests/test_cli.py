@@ -201,7 +201,7 @@ def test_a_saved_conversation_is_gone_on_from(directory, pair, tmp_path):
     want = specmlx.generate(model, tokenizer, head + tail, max_tokens=12)
     assert answer("--prompt-cache-file", tmp_path / "head.safetensors", "-p", "Which word?", "-m", 12) == want
     result = run("generate", "--model", "other/model", "--prompt-cache-file", tmp_path / "head.safetensors")
-    assert result.exit_code == 2 and "was made with the model" in result.stderr
+    assert result.exit_code == 2 and "belongs to the model" in result.stderr
 
 
 def test_verbose_false_prints_the_answer_only(directory):

@@ -37,7 +37,7 @@ class Dialogue:
         A question that was stopped before its first token, or whose template fails (ValueError), is as if never asked.
         """
         messages = [*self.messages, {"role": "user", "content": question}]
-        turn = next_turn(self.tokenizer, messages, **self.template_config)
+        turn = next_turn(self.tokenizer, messages, self.template_config)
         prompt = self.tokens + self.tokenizer.encode(turn, add_special_tokens=False)
         answer, given, response = "", [], None
         stream = stream_generate(

@@ -30,7 +30,7 @@ def json_object(ctx: click.Context, param: click.Parameter, value: str | None) -
         return None
     try:
         parsed = json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"not JSON ({error}).") from None
     if not isinstance(parsed, dict):
         raise click.BadParameter('not a JSON object like {"name": true}.')

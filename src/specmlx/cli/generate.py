@@ -80,8 +80,8 @@ def generate(
             trace = trace if group.rank() == 0 else None
         prompt = _read(prompt)
         recorder = _recorder(trace)
-        target, prompt_cache, tokenizer_config = _cached(prompt_cache_file, target)
-        model, tokenizer = target.load(draft_model, tokenizer_config, drafting, group)
+        target, prompt_cache = _cached(prompt_cache_file, target)
+        model, tokenizer = target.load(draft_model, drafting, group)
         from specmlx.generation import stream_generate, summary
 
         goes_on = prompt_cache is not None
@@ -237,13 +237,13 @@ def _prompts(file: str, model: Any) -> Any:
     return cache
 
 
-def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.ModelFlags, Any, dict[str, Any] | None]:
-    """The target that a saved conversation was made with, the conversation, and its tokenizer's settings.
+def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.ModelFlags, Any]:
+    """The target that goes on with a saved conversation, and the conversation.
 
     Of a file of prompts only the first: what is in it begins like the whole prompt, where the model is the same.
     """
     if file is None:
-        return target, None, None
+        return target, None
     from specmlx.prompt_cache import load_prompt_cache
     from specmlx.state.store import is_saved_cache, read
 
@@ -251,7 +251,16 @@ def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.Model
         cache, metadata = None, read(file)[1]
     else:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
-    made_with = metadata.get("model", target.model)
-    if not _defaulted("model") and made_with != target.model:
-        raise ValueError(f"{file} was made with the model {made_with}: pass --model {made_with}, not {target.model}")
-    return replace(target, model=made_with), cache, json.loads(metadata.get("tokenizer_config", "{}"))
+    return replace(target, model=_belongs_to(file, metadata.get("model") or target.model, target.model)), cache
+
+
+def _belongs_to(file: str, made_with: str, given: str) -> str:
+    """The model of a saved conversation. Raises ValueError where `--model` is another one.
+
+    What a file names is data: without `--model` only the demo and a directory on this machine are taken by that name.
+    """
+    here = made_with == options.DEMO or Path(made_with).is_dir()
+    if made_with != given and not (here and _defaulted("model")):
+        name = made_with[:100]
+        raise ValueError(f"{file} belongs to the model {name}: pass --model {name}, not {given}")
+    return made_with

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmlx.cli.flags import grouped, json_object
-from specmlx.cli.template import render
+from specmlx.cli.template import check_template_config, render
 from specmlx.cli.terminal import status
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ class ModelFlags:
     def load(
         self,
         draft_model: str | None = "auto",
-        tokenizer_config: dict | None = None,
         drafting: "DraftFlags | None" = None,
         group: Any = None,
     ):
@@ -62,7 +61,6 @@ class ModelFlags:
                 adapter_path=self.adapter_path,
                 trust_remote_code=self.trust_remote_code,
                 consistent=self.consistent,
-                tokenizer_config=tokenizer_config,
                 group=group,
             )
 
@@ -91,7 +89,7 @@ class TemplateFlags:
 
         def text(content: str) -> str:
             messages = [*system, {"role": "user", "content": content}, *begun]
-            return render(tokenizer, messages, answer_begun=bool(begun), **(self.chat_template_config or {}))
+            return render(tokenizer, messages, self.chat_template_config or {}, answer_begun=bool(begun))
 
         rendered = text(prompt)
         if suffix:
@@ -262,8 +260,18 @@ prompt_cache_bytes_option = click.option(
 
 system_prompt_option = click.option("--system-prompt", metavar="TEXT", help="System message of the chat.")
 
+
+def _template_config(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    parsed = json_object(ctx, param, value)
+    try:
+        check_template_config(parsed or {})
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from None
+    return parsed
+
+
 chat_template_config_option = click.option(
-    "--chat-template-config", metavar="JSON", callback=json_object, help='Like {"enable_thinking": false}.'
+    "--chat-template-config", metavar="JSON", callback=_template_config, help='Like {"enable_thinking": false}.'
 )
 
 template_options = grouped(

@@ -4,11 +4,24 @@ import secrets
 from typing import Any
 
 Message = dict[str, str]
+# What a template is given by name besides a user's settings, and how it is run (transformers' `apply_chat_template`).
+_TAKEN = frozenset(
+    "self messages conversation chat_template add_generation_prompt continue_final_message tokenize "
+    "sanitize_control_tokens padding truncation max_length return_tensors return_dict return_assistant_tokens_mask "
+    "tokenizer_kwargs".split()
+)
 
 
-def render(tokenizer: Any, messages: list[Message], answer_begun: bool = False, **config: Any) -> str:
+def check_template_config(config: dict[str, Any]) -> None:
+    """Raise ValueError for a setting by the name of something that is not the template's to be told."""
+    if taken := sorted(_TAKEN & config.keys()):
+        raise ValueError(f"{taken[0]} is no setting of a chat template: leave it out")
+
+
+def render(tokenizer: Any, messages: list[Message], config: dict[str, Any], answer_begun: bool = False) -> str:
     """The text of messages, up to where the answer begins, or within the last one if that is a begun answer.
 
+    config: the template's settings by name.
     Raises ValueError in one line where the tokenizer has no template or the template refuses the messages, and as
     `check_text`.
     """
@@ -31,17 +44,17 @@ def render(tokenizer: Any, messages: list[Message], answer_begun: bool = False, 
         raise ValueError(f"the chat template fails on these messages: {error}") from error
 
 
-def next_turn(tokenizer: Any, messages: list[Message], **config: Any) -> str:
+def next_turn(tokenizer: Any, messages: list[Message], config: dict[str, Any]) -> str:
     """The text between the end of the last answer in `messages` and the beginning of the one that is asked for.
 
     The template itself says what closes an answer. Raises ValueError where it leaves earlier answers out.
     """
     if not any(message["role"] == "assistant" for message in messages):
-        return render(tokenizer, messages, **config)
+        return render(tokenizer, messages, config)
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
     marker = f"answer-{secrets.token_hex(8)}"
     marked = [*messages[:last], {"role": "assistant", "content": marker}, *messages[last + 1 :]]
-    _, found, rest = render(tokenizer, marked, **config).partition(marker)
+    _, found, rest = render(tokenizer, marked, config).partition(marker)
     if not found:
         raise ValueError("the chat template leaves earlier answers out, so the conversation can't go on")
     return rest
