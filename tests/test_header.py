@@ -1,13 +1,15 @@
 """Headers of files: what each number may be, and which are refused."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
 import pytest
 
+from specmlx.formats.checkpoint import read_config
 from specmlx.formats.gguf import read_gguf
-from specmlx.formats.header import entries, header_length
+from specmlx.formats.header import entries, header_length, read_header, read_small, regular_size
 
 A = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 B = {"dtype": "BF16", "shape": [3], "data_offsets": [16, 22]}
@@ -63,6 +65,46 @@ LENGTHS = [(b"", 0), (b"\x02" + bytes(7), 9), (b"\x01" + bytes(7), 99), (b"\xff"
 def test_a_header_longer_than_its_file_is_refused(first, size):
     with pytest.raises(ValueError, match="no safetensors header"):
         header_length(first, size)
+
+
+def refusal(read, file: Path) -> str:
+    with pytest.raises(ValueError) as error:
+        read(file)
+    assert str(file) in str(error.value) and "\n" not in str(error.value)
+    return str(error.value)
+
+
+def config(file: Path) -> dict:
+    return read_config(file.parent, file.name)
+
+
+@pytest.mark.parametrize("read", [regular_size, read_small, read_header, config])
+def test_only_regular_files_are_opened_and_links_are_followed(read, tmp_path):
+    text = json.dumps({"a": A}).encode()
+    (tmp_path / "whole").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    (tmp_path / "link").symlink_to("whole")
+    if read in (regular_size, read_header):
+        assert read(tmp_path / "link") == read(tmp_path / "whole")
+    # Opening it would wait for a writer for ever.
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "behind").symlink_to("fifo")
+    assert "is a FIFO, not a regular file" in refusal(read, tmp_path / "fifo")
+    assert "is a FIFO" in refusal(read, tmp_path / "behind")
+    (tmp_path / "folder").mkdir()
+    assert "is a directory" in refusal(read, tmp_path / "folder")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    assert "is a device" in refusal(read, tmp_path / "zero")
+    refusal(read, tmp_path / "missing")
+
+
+def test_a_sparse_file_of_8_gib_is_refused_without_reading_it(tmp_path):
+    file = tmp_path / "config.json"
+    with file.open("wb") as stream:
+        stream.write((1 << 33).to_bytes(8, "little"))
+        stream.truncate(1 << 33)
+    assert "no safetensors header" in refusal(read_header, file)
+    assert "bytes" in refusal(read_small, file)
+    assert "bytes" in refusal(config, file)
 
 
 def gguf(path: Path, *tensors: tuple[str, tuple[int, ...], int, int], data: int = 256) -> Path:

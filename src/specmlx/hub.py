@@ -135,7 +135,8 @@ def base_models(path: Path) -> list[str]:
     file = path / "README.md"
     if not file.is_file():
         return []
-    lines = file.read_text(encoding="utf-8", errors="replace")[: 1 << 16].splitlines()
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        lines = stream.read(1 << 16).splitlines()
     if not lines or lines[0].strip() != "---":
         return []
     found, inside = [], False

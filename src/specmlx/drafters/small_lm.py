@@ -12,6 +12,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from specmlx.drafters.pairing import lm_reasons
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.formats.checkpoint import read_config
+from specmlx.formats.header import read_small
 from specmlx.state.caches import in_order
 from specmlx.targets.checkpoint import load_target
 
@@ -157,10 +158,11 @@ def load_small_lm(path: Path, target: Any, dtype: mx.Dtype | None = None) -> Sma
 def _tokens(directory: Path) -> dict[str, int] | None:
     """The ids of all tokens, from tokenizer.json; None where there is none or it has no such table."""
     file = directory / "tokenizer.json"
-    if not file.is_file():
+    if not file.exists():
         return None
+    text = read_small(file)
     try:
-        tokenizer = json.loads(file.read_text(encoding="utf-8"))
+        tokenizer = json.loads(text.decode())
         added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or []}
         return {**tokenizer["model"]["vocab"], **added}
     except (ValueError, KeyError, TypeError):

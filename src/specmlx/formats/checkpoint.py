@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.formats.atomic import write_atomically
-from specmlx.formats.header import Entry, read_header
+from specmlx.formats.header import Entry, read_header, read_small
 
 _DTYPES = {
     mx.float32: "F32",
@@ -27,6 +27,8 @@ _DTYPES = {
     mx.bool_: "BOOL",
 }
 
+# Bytes of a config.json.
+MOST_CONFIG = 1 << 24
 # Where a folder says how the drafter in it is trained; its config.json comes at the end.
 TRAINING = "training/run.json"
 
@@ -34,12 +36,13 @@ TRAINING = "training/run.json"
 def read_config(path: Path, name: str = "config.json") -> dict[str, Any]:
     """A directory's config.json. Raises ValueError where there is none, or no JSON object in it."""
     file = path / name
-    if not file.is_file():
+    if not file.exists():
         if (path / TRAINING).is_file():
             raise ValueError(f"{path} holds an unfinished training: go on with specmlx train … --out {path} --resume")
         raise ValueError(f"{file} not found: a model is a directory with config.json and *.safetensors, or a Hub id")
+    text = read_small(file, MOST_CONFIG)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(config, dict):

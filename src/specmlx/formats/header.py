@@ -2,6 +2,7 @@
 
 import json
 import math
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ BITS = {
     "F64": 64,
     "C64": 64,
 }
-# As in the safetensors library.
+# Bytes of a header, as in the safetensors library, and of any other file that is read whole.
 MOST = 100_000_000
 
 
@@ -45,9 +46,35 @@ class Entry:
         return self.end - self.start
 
 
+def regular_size(file: Path) -> int:
+    """Bytes of a regular file, links followed. Raises ValueError in one line for a missing file and any other kind.
+
+    Opening a FIFO would wait for a writer, and a device may never end.
+    """
+    try:
+        found = file.stat()
+    except OSError as error:
+        raise ValueError(f"can't read {file}: {error.strerror}") from None
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+        raise ValueError(f"{file} is {kinds.get(stat.S_IFMT(found.st_mode), 'a device')}, not a regular file")
+    return found.st_size
+
+
+def read_small(file: Path, most: int = MOST) -> bytes:
+    """A regular file's bytes. Raises ValueError in one line for any other kind of file, and for more than `most`."""
+    if (size := regular_size(file)) > most:
+        raise ValueError(f"{file} has {size} bytes: no such file has more than {most}")
+    try:
+        with file.open("rb") as stream:
+            return stream.read(most)
+    except OSError as error:
+        raise ValueError(f"can't read {file}: {error.strerror}") from None
+
+
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of a whole safetensors file. Raises ValueError, one line with the file's name, for any other."""
-    size = file.stat().st_size
+    size = regular_size(file)
     try:
         with file.open("rb") as stream:
             length = header_length(stream.read(8), size)
