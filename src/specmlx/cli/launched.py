@@ -42,7 +42,8 @@ def join() -> Any:
 def joined() -> Iterator[Any]:
     """The mlx group of processes that run this command together, None for one alone.
 
-    All ranks but the first are silent. When one ends with an error, or is gone, the others end too, with one line.
+    All ranks but the first are silent, but for the reason of an error that is theirs alone. mlx.launch ends the other
+    ranks once one has ended with an error.
     """
     group = join()
     if group is None:
@@ -50,32 +51,20 @@ def joined() -> Iterator[Any]:
         return
     import mlx.core as mx
 
-    from specmlx.cli.lifeline import connect
-    from specmlx.distributed import FailedElsewhere
+    from specmlx.distributed import AskedDifferently, FailedElsewhere
 
-    rank, lifeline = group.rank(), connect(group)
-    if lifeline is None and rank == 0:
-        click.echo("the ranks can't watch one another on this backend: one that hangs is not noticed", err=True)
-    code, text, elsewhere = 0, "", False
+    rank = group.rank()
     try:
         with _silent() if rank else contextlib.nullcontext():
             yield group
             # A rank that ended earlier would leave the others' last collectives without it.
             mx.eval(mx.distributed.all_sum(mx.array(1), group=group))
-    except KeyboardInterrupt:
-        code = 130
+    except (AskedDifferently, FailedElsewhere):
         raise
-    except FailedElsewhere:
-        code, elsewhere = 2, True
+    except Exception as error:
+        if rank:
+            click.echo(f"Error: rank {rank}: {' '.join(str(error).split())}", err=True)
         raise
-    except BaseException as error:
-        code, text = 2, str(error)
-        raise
-    finally:
-        if lifeline is not None:
-            lifeline.end(code, text, elsewhere)
-        elif rank and text:
-            click.echo(f"Error: rank {rank}: {text}", err=True)
 
 
 @contextlib.contextmanager
