@@ -177,6 +177,11 @@ def cut(path: Path, share: float) -> None:
     (path / "model.safetensors").write_bytes(data[: int(share * len(data))])
 
 
+def only(path: Path, name: str) -> None:
+    (path / "model.safetensors.index.json").unlink()
+    (path / "model.safetensors").rename(path / name)
+
+
 NORM = "language_model.model.norm.weight"
 WRONG = {
     "no config": (lambda path: (path / "config.json").unlink(), "config.json"),
@@ -188,7 +193,9 @@ WRONG = {
     "a drafter": (lambda path: edit(path, architectures=["DFlashDraftModel"]), "draft_model"),
     "config lacks a size": (lambda path: edit(path, hidden_size=None), "hidden_size"),
     "half a quantization": (lambda path: edit(path, quantization={"group_size": 32}), "bits"),
-    "no weights": (lambda path: (path / "model.safetensors").unlink(), "no *.safetensors"),
+    "no weights": (lambda path: [file.unlink() for file in path.glob("model*")], "no *.safetensors"),
+    "torch's weights": (lambda path: only(path, "pytorch_model.bin"), "no *.safetensors but pytorch_model.bin"),
+    "a .pth": (lambda path: only(path, "consolidated.00.pth"), "no *.safetensors but consolidated.00.pth"),
     "a missing tensor": (lambda path: drop(path, NORM), NORM),
     "an extra tensor": (lambda path: add(path, "language_model.model.layers.0.extra.weight", (4,)), "layers.0.extra"),
     "a tensor of another shape": (lambda path: add(path, NORM, (63,)), NORM),

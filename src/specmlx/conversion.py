@@ -15,7 +15,7 @@ from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.config import DFLASH, DFLASH2, FULL, GEMMA4, QWEN35, SLIDING, DrafterConfig, is_language_model
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
-from specmlx.formats.checkpoint import read_config, safetensors, weight_files
+from specmlx.formats.checkpoint import INDEX, read_config, safetensors, shards_of
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
 from specmlx.places import MTP, NGRAM, resolve
 from specmlx.targets.any_lm import AnyLM
@@ -247,7 +247,7 @@ def _write_weights(folder: Path, module: nn.Module, config: dict[str, Any], prog
         for name in names:
             del weights[name]
             places[name] = file
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+    _write_json(folder / f"model{INDEX}", {"metadata": {"total_size": total}, "weight_map": places})
 
 
 def _shards(weights: dict[str, mx.array]) -> Iterator[list[str]]:
@@ -267,7 +267,7 @@ def _write_drafter(folder: Path, source: Path | dict[str, mx.array], config: dic
         with (folder / "model.safetensors").open("wb") as stream:
             stream.writelines(safetensors(source, {"format": "mlx"}))
     else:
-        for file in weight_files(source):
+        for file in [*shards_of(source), *source.glob(f"model{INDEX}")]:
             shutil.copyfile(file, folder / file.name)
     _write_json(folder / "config.json", config)
 

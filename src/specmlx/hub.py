@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specmlx.formats.checkpoint import read_config
-from specmlx.formats.header import Entry
+from specmlx.formats.checkpoint import INDEX, chosen_shards, read_config, weight_map
+from specmlx.formats.header import MOST, Entry
 from specmlx.formats.remote import remote_header, remote_json
 
 # No code: nothing of a repository is ever run. README.md says what a model was made from.
@@ -162,15 +162,16 @@ def remote_repo(name: str, revision: str | None = None, client: Any = None, endp
     endpoint = endpoint or constants.ENDPOINT
     listing = remote_json(client, f"{endpoint}/api/models/{repo}/revision/{revision or 'main'}", headers)
     names = [str(file.get("rfilename")) for file in listing.get("siblings") or [] if isinstance(file, dict)]
-    files = sorted(file for file in names if file.endswith(".safetensors"))
-    files = [file for file in files if file.startswith("model")] or files
-    if not files:
-        raise ValueError(f"{name} has no *.safetensors")
 
     def url(file: str) -> str:
         return hf_hub_url(repo, file, revision=revision, endpoint=endpoint)
 
-    tensors: dict[str, Entry] = {}
-    for file in files:
-        tensors |= remote_header(client, url(file), headers)
-    return RemoteRepo(name, remote_json(client, url("config.json"), headers), tensors, len(files))
+    named = None
+    if (index := f"model{INDEX}") in names:
+        named = weight_map(remote_json(client, url(index), headers, MOST), url(index))
+    files = sorted(file for file in names if file.endswith(".safetensors") and "/" not in file)
+    if not files:
+        raise ValueError(f"{name} has no *.safetensors")
+    shards = chosen_shards(files, named, lambda file: remote_header(client, url(file), headers), name)
+    tensors = {tensor: entry for entries in shards.values() for tensor, entry in entries.items()}
+    return RemoteRepo(name, remote_json(client, url("config.json"), headers), tensors, len(shards))

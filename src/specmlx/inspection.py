@@ -8,7 +8,7 @@ from typing import Any
 
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.pairing import is_split_mtp
-from specmlx.formats.checkpoint import read_config, tensors_of, weight_files
+from specmlx.formats.checkpoint import read_config, shards_of
 from specmlx.formats.gguf import GGUF, read_gguf
 from specmlx.formats.header import Entry
 from specmlx.formats.scaled import is_scaled
@@ -83,7 +83,9 @@ def inspect_path(path: Path) -> Inspection:
         return _inspect_gguf(path, [read_gguf(file) for file in files])
     if not path.is_dir():
         raise ValueError(f"{path} is neither a directory nor a .gguf file")
-    return inspect_tensors(str(path), read_config(path), tensors_of(path), len(weight_files(path)))
+    config, shards = read_config(path), shards_of(path).values()
+    tensors = {name: entry for entries in shards for name, entry in entries.items()}
+    return inspect_tensors(str(path), config, tensors, len(shards))
 
 
 def inspect_tensors(name: str, config: dict[str, Any], tensors: dict[str, Entry], files: int) -> Inspection:

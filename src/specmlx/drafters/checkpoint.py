@@ -15,8 +15,8 @@ from specmlx.drafters.mtp import MTP
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.drafters.vocabulary import DraftVocabulary, published_vocabulary
-from specmlx.drafters.weights import check_names, quantize_as_stored, read_weights
-from specmlx.formats.checkpoint import read_config, tensors_of
+from specmlx.drafters.weights import check_names, quantize_as_stored
+from specmlx.formats.checkpoint import read_config, read_weights, tensors_of
 from specmlx.formats.dense import column_major
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import place

@@ -8,8 +8,8 @@ import mlx.core as mx
 from specmlx.drafters.mtp import MTP, MTPHead, NormedTarget
 from specmlx.drafters.packaging import check_types
 from specmlx.drafters.pairing import is_split_mtp, mtp_reasons
-from specmlx.drafters.weights import check_names, quantize_as_stored, read_weights
-from specmlx.formats.checkpoint import read_config
+from specmlx.drafters.weights import check_names, quantize_as_stored
+from specmlx.formats.checkpoint import read_config, read_weights
 from specmlx.formats.dense import column_major
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import place

@@ -1,4 +1,4 @@
-"""Tensors of a drafter's files, and whether they are the ones that it needs."""
+"""Whether the tensors of a drafter's files are the ones that it needs."""
 
 from pathlib import Path
 from typing import Any
@@ -6,19 +6,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-
-from specmlx.formats.checkpoint import weight_files
-
-
-def read_weights(path: Path) -> dict[str, mx.array]:
-    """All tensors of a directory's safetensors files. Raises ValueError that names a cut or corrupt file."""
-    weights: dict[str, mx.array] = {}
-    for file in weight_files(path):
-        try:
-            weights.update(mx.load(str(file)))
-        except RuntimeError as error:
-            raise ValueError(f"{file} can't be read: {error}") from None
-    return weights
 
 
 def quantize_as_stored(model: nn.Module, quantization: dict[str, Any], weights: dict[str, mx.array]) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.formats.atomic import write_atomically
-from specmlx.formats.header import Entry, read_header, read_small
+from specmlx.formats.header import MOST, Entry, read_header, read_small
 
 _DTYPES = {
     mx.float32: "F32",
@@ -29,18 +29,22 @@ _DTYPES = {
 
 # Bytes of a config.json.
 MOST_CONFIG = 1 << 24
+# What the name of an index ends with.
+INDEX = ".safetensors.index.json"
+# Weights that torch and NumPy write.
+_OTHER_FORMATS = (".bin", ".pth", ".pt", ".ckpt", ".npz")
 # Where a folder says how the drafter in it is trained; its config.json comes at the end.
 TRAINING = "training/run.json"
 
 
-def read_config(path: Path, name: str = "config.json") -> dict[str, Any]:
+def read_config(path: Path, name: str = "config.json", most: int = MOST_CONFIG) -> dict[str, Any]:
     """A directory's config.json. Raises ValueError where there is none, or no JSON object in it."""
     file = path / name
     if not file.exists():
         if (path / TRAINING).is_file():
             raise ValueError(f"{path} holds an unfinished training: go on with specmlx train … --out {path} --resume")
         raise ValueError(f"{file} not found: a model is a directory with config.json and *.safetensors, or a Hub id")
-    text = read_small(file, MOST_CONFIG)
+    text = read_small(file, most)
     try:
         config = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
@@ -50,22 +54,90 @@ def read_config(path: Path, name: str = "config.json") -> dict[str, Any]:
     return config
 
 
-def weight_files(path: Path) -> list[Path]:
-    """A directory's safetensors files, each found whole. Raises ValueError where there is none, or one is cut.
+def shards_of(path: Path, stem: str = "model") -> dict[Path, dict[str, Entry]]:
+    """A directory's safetensors files that count, each with the tensors that are taken from it, by the files' headers.
 
-    mx.load reads lazily: without this a cut file would only be noticed at its last tensor, or not at all.
+    Raises ValueError in one line as `chosen_shards`, and for a file that is cut or corrupt, which mx.load, being lazy,
+    would notice at the last tensor only.
     """
-    files = sorted(path.glob("model*.safetensors")) or sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"no *.safetensors in {path}: the download may be incomplete")
+    index, named = path / f"{stem}{INDEX}", None
+    if os.path.lexists(index):
+        named = weight_map(read_config(path, index.name, MOST), index)
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    if not names and named is None:
+        raise ValueError(_no_files(path))
+    chosen = chosen_shards(names, named, lambda name: read_header(path / name), path, stem)
+    return {path / name: entries for name, entries in chosen.items()}
+
+
+def chosen_shards(
+    names: list[str],
+    named: dict[str, str] | None,
+    read: Callable[[str], dict[str, Entry]],
+    where: Path | str,
+    stem: str = "model",
+) -> dict[str, dict[str, Entry]]:
+    """Of a folder's safetensors files those that count, each with the tensors that are taken from it.
+
+    Args:
+        named: the index's file of each tensor. It says which files count, and which of them a tensor is taken from that
+            several hold. Without it every file counts whose name begins with `stem`, or every file if none does.
+        read: gives a file's tensors.
+
+    Raises ValueError in one line for an index that the files contradict, and for a tensor that two files hold.
+    """
+    if named is None:
+        named, files = {}, [name for name in names if name.startswith(stem)] or names
+    else:
+        files = sorted(set(named.values()))
+        if lost := sorted(set(files) - set(names)):
+            raise ValueError(
+                f"{where} lacks {lost[0]}, which {stem}{INDEX} names: download it, or delete the index if it is stale"
+            )
+    chosen: dict[str, dict[str, Entry]] = {}
+    found: dict[str, str] = {}
     for file in files:
-        read_header(file)
-    return files
+        chosen[file] = {name: entry for name, entry in read(file).items() if named.get(name, file) == file}
+        for name in chosen[file]:
+            if (other := found.setdefault(name, file)) != file:
+                raise ValueError(f"{where}: {name} is in {other} and in {file}: delete the one that isn't the model's")
+    if lost := [name for name in named if name not in found]:
+        raise ValueError(f"{where}: {named[lost[0]]} lacks {lost[0]}, which the index says is there: download both")
+    return chosen
+
+
+def weight_map(index: dict[str, Any], where: Path | str) -> dict[str, str]:
+    """An index's file of each tensor. Raises ValueError in one line unless all are names of files in its folder."""
+    named = index.get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
+        raise ValueError(f"{where} has no weight_map from tensors to files: download it again")
+    if outside := [name for name in named.values() if name in (".", "..") or Path(name).name != name]:
+        raise ValueError(f"{where} names {outside[0][:80]!r}: a model's files are in the folder of its index")
+    return named
 
 
 def tensors_of(path: Path) -> dict[str, Entry]:
-    """All tensors of a directory's safetensors files, by the files' headers. Raises ValueError as `weight_files`."""
-    return {name: entry for file in weight_files(path) for name, entry in read_header(file).items()}
+    """All tensors of a directory's safetensors files. Raises ValueError as `shards_of`."""
+    return {name: entry for entries in shards_of(path).values() for name, entry in entries.items()}
+
+
+def read_weights(path: Path, stem: str = "model") -> dict[str, mx.array]:
+    """The arrays of a directory's safetensors files, read once evaluated. Raises ValueError as `shards_of`."""
+    weights: dict[str, mx.array] = {}
+    for file, entries in shards_of(path, stem).items():
+        try:
+            arrays = mx.load(str(file), format="safetensors")
+        except RuntimeError as error:
+            raise ValueError(f"{file} can't be read: {' '.join(str(error).split())[:300]}") from None
+        weights |= {name: arrays[name] for name in entries}
+    return weights
+
+
+def _no_files(path: Path) -> str:
+    others = sorted(file.name for suffix in _OTHER_FORMATS for file in path.glob(f"*{suffix}"))
+    if others:
+        return f"{path} has no *.safetensors but {others[0]}, which specmlx doesn't read: save it with safetensors"
+    return f"no *.safetensors in {path}: the download may be incomplete"
 
 
 def save_atomically(

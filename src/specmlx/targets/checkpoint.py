@@ -1,12 +1,15 @@
 """A target from a checkpoint directory: mlx-lm's files and raw Hugging Face ones, of a hybrid or any mlx-lm model."""
 
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from specmlx.formats.checkpoint import read_config, tensors_of, weight_files
+from specmlx.formats.checkpoint import read_config, read_weights, tensors_of
 from specmlx.formats.dense import column_major
 from specmlx.formats.header import Entry
 from specmlx.formats.scaled import is_scaled, read_scaled
@@ -17,6 +20,8 @@ from specmlx.targets.gguf import gguf_files, load_gguf
 from specmlx.targets.hybrid import Model
 from specmlx.targets.sharding import shard, shard_any
 
+# Where ModelOpt says how it quantized, in older exports.
+MODELOPT = "hf_quant_config.json"
 # How names of a config that are sizes end.
 SIZE_NAMES = ("_size", "_layers", "_heads", "_experts", "_dim", "_interval", "_step")
 
@@ -37,32 +42,27 @@ def load_target(
     ValueError in one line for what mlx-lm does not know, what can't be split over the group, and for missing, extra,
     corrupt or truncated weights.
     """
-    from mlx_lm.utils import _get_classes, load_model
-
     if files := gguf_files(path):
         if model_config:
             raise ValueError(f"model_config can't change {files[0].name}: leave it out")
         model, config = load_gguf(files)
         return _finished(model, config, path, dtype, lazy, adapter_path, group), config
-    config = read_config(path) | (model_config or {})
+    config = read_config(path)
+    if "quantization_config" not in config and (path / MODELOPT).exists():
+        config["quantization_config"] = read_config(path, MODELOPT)
+    config |= model_config or {}
     check_target(config, path)
     hybrid = config["model_type"] in MODEL_TYPES
-    if not hybrid and "model_file" not in config:
+    if not hybrid:
         _check_known(config, path)
     tensors = tensors_of(path)
     check_sizes(config, tensors, path)
     try:
         if hybrid and (is_scaled(tensors) or any(entry.dtype.startswith("F8") for entry in tensors.values())):
-            model = _load_scaled(path, config, strict)
+            model = _load_scaled(read_weights(path), config, strict)
         else:
-            model, config = load_model(
-                path,
-                lazy=True,
-                strict=strict,
-                model_config=model_config,
-                get_model_classes=lambda config: (Model, HybridConfig) if hybrid else _get_classes(config),
-            )
-    except (FileNotFoundError, RuntimeError, ValueError) as error:
+            model, config = _load_plain(read_weights(path), config, hybrid, strict)
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
     except UNFIT as error:
         what = _one_line(error) or "no reason given"
@@ -112,15 +112,37 @@ def check_sizes(config: dict[str, Any], tensors: dict[str, Entry], path: Path) -
                     raise ValueError(f"{path}/config.json: {name} is {value!s:.40}, which its weights can't have")
 
 
-def _load_scaled(path: Path, config: dict[str, Any], strict: bool) -> Model:
-    weights: dict[str, mx.array] = {}
-    for file in weight_files(path):
-        weights.update(mx.load(str(file)))
+def _load_scaled(weights: dict[str, mx.array], config: dict[str, Any], strict: bool) -> Model:
     model = Model(HybridConfig.from_dict(config))
     weights = model.sanitize(read_scaled(weights, config))
     place(model, weights)
     model.load_weights(list(weights.items()), strict=strict)
     return model
+
+
+def _load_plain(
+    weights: dict[str, mx.array], config: dict[str, Any], hybrid: bool, strict: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A model with these weights by mlx-lm's loader, which by itself would take every file that a folder lists."""
+    from mlx_lm.utils import _get_classes, load_model
+
+    def classes(config: dict[str, Any]) -> tuple[Any, Any]:
+        model_class, args_class = (Model, HybridConfig) if hybrid else _get_classes(config)
+
+        def build(args: Any) -> nn.Module:
+            model = model_class(args)
+            own = model.sanitize if hasattr(model, "sanitize") else lambda weights: weights
+            model.sanitize = lambda _: own(weights)
+            return model
+
+        return build, args_class
+
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        mx.save_safetensors(f"{folder}/model.safetensors", {})
+        model, config = load_model(Path(folder), lazy=True, strict=strict, get_model_classes=classes)
+    del model.sanitize
+    return model, config
 
 
 def cast(model, dtype: mx.Dtype) -> None:
@@ -138,6 +160,8 @@ def _check_known(config: dict[str, Any], path: Path) -> None:
     from mlx_lm import __version__
     from mlx_lm.utils import _get_classes
 
+    if config.get("model_file") is not None:
+        raise ValueError(f"{path} asks for its own code (model_file {config['model_file']!s:.40}): specmlx runs none")
     try:
         _get_classes(config)
     except ValueError:
