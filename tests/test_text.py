@@ -1,6 +1,9 @@
 """Text as it streams: characters, stop tokens and stop strings across the borders of tokens and blocks."""
 
+import json
 import random
+import shutil
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -8,8 +11,10 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from mlx_lm.utils import save_config, save_model
 from rig import SMALL, TINY, collect, small_tokenizer, tiny
 from scripted import ScriptedDrafter, all_right, all_wrong, right_with, wrong_at
+from test_any_lm import SIZES, random_lm
 
 import specmlx
+from specmlx.formats.checkpoint import eos_token_ids
 from specmlx.generation import generate, stream_generate
 from specmlx.speculation.stops import StopStrings
 from specmlx.targets.hybrid import Model
@@ -111,13 +116,47 @@ def test_every_stop_token_of_the_tokenizer_ends_the_text_and_is_no_part_of_it(pa
     assert text == wrapped.decode(parrot.script[1:5])
 
 
-def test_stop_tokens_are_those_of_the_tokenizer_and_of_the_generation_config(tmp_path):
+def nested(folder):
+    text = {key: value for key, value in (TINY | SMALL).items() if key != "model_type"} | {"eos_token_id": 11}
+    save_model(folder, tiny(0, **SMALL))
+    save_config({"model_type": "qwen3_5", "text_config": text, "eos_token_id": [9]}, folder / "config.json")
+    return folder, {9, 11}
+
+
+def llama(folder):
+    save_model(folder, random_lm("llama", vocab_size=282))
+    config = {"model_type": "llama", **SIZES, "vocab_size": 282, "eos_token_id": 9, "text_config": {}}
+    save_config(config, folder / "config.json")
+    return folder, {9}
+
+
+def gguf(folder):
+    shutil.copy(Path(__file__).parent / "goldens" / "gguf" / "model.gguf", folder)
+    return folder / "model.gguf", set()
+
+
+@pytest.mark.parametrize("write", [nested, llama, gguf])
+def test_stop_tokens_are_those_of_config_text_config_generation_config_and_tokenizer(write, tmp_path):
     small_tokenizer(tmp_path)
-    save_model(tmp_path, tiny(0, **SMALL))
-    save_config(TINY | SMALL | {"eos_token_id": 9}, tmp_path / "config.json")
-    assert specmlx.load(str(tmp_path))[1].eos_token_ids == {2, 9}
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0]}')
-    assert specmlx.load(str(tmp_path))[1].eos_token_ids == {2, 7, 0}
+    path, named = write(tmp_path)
+    model, tokenizer, config = specmlx.load(str(path), draft_model=None, return_config=True)
+    assert tokenizer.eos_token_ids == {2} | named and set(config.get("eos_token_id") or []) == named
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 0, 7]}')
+    tokenizer = specmlx.load(str(path), draft_model=None)[1]
+    assert tokenizer.eos_token_ids == {2, 7, 0} | named
+    ending = specmlx.make_logits_processors(logit_bias={7: 1000.0})
+    (only,) = specmlx.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=6, logits_processors=ending)
+    assert only.finish_reason == "stop" and only.token == 7
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, True, [2, "x"], [[2]], {"id": 2}, -1, [2, -1]])
+def test_a_stop_token_that_is_none_is_refused_in_one_line(value, tmp_path):
+    for config in ({"eos_token_id": value}, {"text_config": {"eos_token_id": value}}):
+        with pytest.raises(ValueError, match=f"^{tmp_path}: eos_token_id of .+ is no token id$"):
+            eos_token_ids(config, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ValueError, match="eos_token_id of generation_config.json is .+ is no token id$"):
+        eos_token_ids({}, tmp_path)
 
 
 @pytest.mark.parametrize("width", [1, 3, 7, 16])

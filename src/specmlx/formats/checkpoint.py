@@ -54,6 +54,24 @@ def read_config(path: Path, name: str = "config.json", most: int = MOST_CONFIG) 
     return config
 
 
+def eos_token_ids(config: dict[str, Any], path: Path) -> dict[str, list[int]]:
+    """{"eos_token_id": all that a config.json, its text_config and the directory's generation_config.json name}.
+
+    Empty where none is named, since a model's code may have stop tokens of its own for that case.
+    Raises ValueError in one line for what is neither a token id nor a list of them.
+    """
+    name = "generation_config.json"
+    generation = read_config(path, name) if os.path.lexists(path / name) else {}
+    found: dict[int, None] = {}
+    for where, part in (("config.json", config), ("text_config", config.get("text_config")), (name, generation)):
+        value = part.get("eos_token_id") if isinstance(part, dict) else None
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if bad := [i for i in ids if type(i) is not int or i < 0]:
+            raise ValueError(f"{path}: eos_token_id of {where} is {value!s:.40}: {bad[0]!s:.40} is no token id")
+        found |= dict.fromkeys(ids)
+    return {"eos_token_id": list(found)} if found else {}
+
+
 def shards_of(path: Path, stem: str = "model") -> dict[Path, dict[str, Entry]]:
     """A directory's safetensors files that count, each with the tensors that are taken from it, by the files' headers.
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
-from specmlx.formats.checkpoint import read_config, read_weights, tensors_of
+from specmlx.formats.checkpoint import eos_token_ids, read_config, read_weights, tensors_of
 from specmlx.formats.dense import column_major
 from specmlx.formats.header import Entry
 from specmlx.formats.scaled import is_scaled, read_scaled
@@ -38,6 +38,7 @@ def load_target(
 ) -> tuple[Model | AnyLM, dict[str, Any]]:
     """The model of a checkpoint directory and its config; `dtype` overrides the dtype of the file's unpacked weights.
 
+    The config's `eos_token_id` is the list of all stop tokens that the files name, the tokenizer's apart.
     Hybrids are ours, any other model is mlx-lm's. With a `group` of processes each keeps its part of a hybrid. Raises
     ValueError in one line for what mlx-lm does not know, what can't be split over the group, and for missing, extra,
     corrupt or truncated weights.
@@ -46,11 +47,12 @@ def load_target(
         if model_config:
             raise ValueError(f"model_config can't change {files[0].name}: leave it out")
         model, config = load_gguf(files)
+        config |= eos_token_ids(config, files[0].parent)
         return _finished(model, config, path, dtype, lazy, adapter_path, group), config
     config = read_config(path)
     if "quantization_config" not in config and (path / MODELOPT).exists():
         config["quantization_config"] = read_config(path, MODELOPT)
-    config |= model_config or {}
+    config |= eos_token_ids(config, path) | (model_config or {})
     check_target(config, path)
     hybrid = config["model_type"] in MODEL_TYPES
     if not hybrid:
