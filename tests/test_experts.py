@@ -146,7 +146,7 @@ def test_a_missing_expert_is_refused_by_name():
         (dict(moe_intermediate_size=0), "moe_intermediate_size is 0"),
         (dict(shared_expert_intermediate_size=None), "shared_expert_intermediate_size is 0"),
         (dict(intermediate_size=0, mlp_only_layers=[1]), "intermediate_size is 0"),
-        (dict(mlp_only_layers="x"), "mlp_only_layers is 'x': it must be a list of layers"),
+        (dict(mlp_only_layers="x"), "mlp_only_layers is 'x': it must be a list, each an integer at least 0"),
         (dict(head_dim=[32]), "head_dim is [32]: it must be a positive integer"),
     ],
 )

@@ -60,7 +60,7 @@ def test_proposals_are_those_of_deepspecs_code(case, how, expected):
         ({"rope_parameters": {"full_attention": {"rope_theta": "x"}}}, "rope_theta is 'x': it must be a number"),
         (
             {"rope_parameters": {"full_attention": PROPORTIONAL | {"partial_rotary_factor": 2}}},
-            "partial_rotary_factor up to 1, config.json has 2",
+            "partial_rotary_factor is 2: it must be a positive number at most 1",
         ),
         ({"hidden_size": 48}, "hidden size: the drafter's is 48, the target's 32"),
     ],

@@ -82,7 +82,7 @@ def test_questions_that_a_file_leaves_open_are_printed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((resolve("demo/dflash") / "model.safetensors").read_bytes())
     result = CliRunner().invoke(main, ["inspect", str(tmp_path)])
-    assert result.exit_code == 0 and "open: mask_token_id must be a token id" in result.output
+    assert result.exit_code == 0 and "open: config.json lacks mask_token_id" in result.output
     result = CliRunner().invoke(main, ["inspect", str(tmp_path), "--json"])
     assert json.loads(result.stdout)["questions"]
 

@@ -158,7 +158,7 @@ def test_an_int8_row_is_as_near_as_its_scale_allows():
         (dict(kv_bits=8, kv_group_size=64), "must divide the heads' size, 32"),
         (dict(kv_bits=8, kv_group_size=32, quantized_kv_start=-1), "quantized_kv_start is -1"),
         (dict(max_kv_size=0), "max_kv_size is 0"),
-        (dict(max_kv_size=5000), "max_position_embeddings 4096"),
+        (dict(max_kv_size=5000), "max_position_embeddings is 4096"),
         (dict(max_kv_size=9), "has 9 tokens with this prompt: 8 leave place"),
     ],
 )

@@ -16,6 +16,7 @@ from drafter_kit import (
 
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.rope import Rotary
+from specmlx.formats.rope import rope_parameters
 
 DSPARK = golden_config("dspark")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -146,7 +147,7 @@ def test_interleaved_rope_turns_neighbours_and_neox_rope_halves(interleaved):
             turn = complex(np.cos(p / theta ** (2 * i / D)), np.sin(p / theta ** (2 * i / D)))
             z = (x[0, t, :, a] + 1j * x[0, t, :, b]) * turn
             wanted[0, t, :, a], wanted[0, t, :, b] = z.real, z.imag
-    rotary = Rotary(D, theta, {}, interleaved=interleaved)
+    rotary = Rotary(D, rope_parameters({"rope_theta": theta}), interleaved=interleaved)
     np.testing.assert_allclose(np.array(rotary(mx.array(x), mx.array(positions))), wanted, atol=1e-4)
 
 

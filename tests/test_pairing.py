@@ -53,7 +53,7 @@ def test_a_pair_that_fits_has_no_reasons_against_it(config):
     assert check_pair(TARGET, DrafterConfig.from_dict(config)) == []
     sizes = {name: getattr(TARGET, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size")}
     assert check_pair({"text_config": sizes}, config) == [] != check_pair(sizes | {"hidden_size": 1}, config)
-    assert check_pair({}, config) == ["the target's config.json gives no hidden_size"]
+    assert check_pair({}, config) == ["the target: config.json lacks hidden_size: it must be a positive integer"]
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,16 @@ def test_what_a_copy_of_the_targets_config_says_of_the_target_is_passed_over():
     ("config", "says"),
     [
         ({"speculators_config": {"algorithm": "eagle3"}}, r"a speculators package of kind 'eagle3'"),
-        ({**DFLASH, "architectures": ["DFlash2DraftModel"]}, "conv_kernel_size must be a positive whole number"),
+        (
+            {**DFLASH, "architectures": ["DFlash2DraftModel"]},
+            "config.json lacks conv_kernel_size: it must be a positive integer",
+        ),
         (nested(DFLASH, selector_rank=256), "which of both is it"),
         (nested(DFLASH2, conv_group_size=24), "conv_group_size is 24: it must divide hidden_size 64"),
         (nested(DFLASH2, selector_top_k=97), "selector_top_k is 97: the vocabulary has 96"),
         ({**DSPARK, "markov_head_type": "lstm"}, "markov_head_type is 'lstm': specmlx knows vanilla, gated, rnn"),
-        ({**DSPARK, "confidence_temperatures": [1, 0.5, 2]}, "confidence_temperatures must be 7 positive numbers"),
-        ({**DSPARK, "confidence_temperatures": [0.0] * 7}, "confidence_temperatures must be 7 positive numbers"),
+        ({**DSPARK, "confidence_temperatures": [1, 0.5, 2]}, "confidence_temperatures has 3 numbers: there are 7"),
+        ({**DSPARK, "confidence_temperatures": [0.0] * 7}, "a list, each a positive number"),
         ({**DSPARK, "architectures": ["LlamaEagle3"]}, r"unknown kind .*LlamaEagle3"),
         (nested(RADIXARK, projector_type="medusa"), r"unknown kind .*'medusa'"),
         ({"dspark_target_layer_ids": [40], "architectures": ["DeepseekV4"]}, "DSpark head inside"),
@@ -150,15 +153,14 @@ def test_what_a_copy_of_the_targets_config_says_of_the_target_is_passed_over():
         (nested(DFLASH, attention_sink_bias=True), "attention_sink_bias"),
         (nested(DFLASH, log_snr_conditioning=True), "log_snr_conditioning"),
         ({**DFLASH, "quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq'"),
-        ({**DFLASH, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type 'llama3'"),
-        ({**DFLASH, "rope_parameters": None}, "rope_theta"),
+        ({**DFLASH, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is 'longrope': not"),
         ({**DFLASH, "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({**DFLASH, "layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "no window"),
         ({**DFLASH, "layer_types": ["full_attention"]}, "names 1 layers but num_hidden_layers is 2"),
         ({**DFLASH, "block_size": 1}, "block_size 1 is too small"),
-        ({**DFLASH, "hidden_size": "64"}, "hidden_size must be a positive whole number"),
-        (nested(DFLASH, mask_token_id=None), "mask_token_id must be a token id"),
-        ({**DSPARK, "target_layer_ids": []}, "target_layer_ids must be a list"),
+        ({**DFLASH, "hidden_size": "64"}, "hidden_size is '64': it must be a positive integer"),
+        (nested(DFLASH, mask_token_id=None), "config.json lacks mask_token_id: it must be an integer"),
+        ({**DSPARK, "target_layer_ids": []}, r"target_layer_ids is \[\]: it must be a list"),
     ],
 )
 def test_what_can_not_be_loaded_yet_is_named_in_one_line(config, says):

@@ -35,7 +35,7 @@ def test_proposals_are_those_of_mlx_dspark(how):
     [
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2}},
-            "partial_rotary_factor is 2: it must be a",
+            "partial_rotary_factor is 2: it must be a positive number at most 1",
         ),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": "x"}}, "partial_rotary_factor is 'x'"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "partial_rotary_factor is 0.2"),

@@ -17,15 +17,18 @@ def context_limit(model: Model | AnyLM, *max_kv_sizes: int | None) -> tuple[int,
 
     Raises ValueError for a `max_kv_size` below 1 or beyond what the model was made for.
     """
-    made_for = None if isinstance(model, AnyLM) else model.config.max_position_embeddings
-    limit = None if made_for is None else (made_for, "the model's max_position_embeddings")
+    made_for, what = None, "max_position_embeddings"
+    if not isinstance(model, AnyLM):
+        made_for = model.config.max_length
+        what = what if made_for == model.config.max_position_embeddings else "length by rope_parameters"
+    limit = None if made_for is None else (made_for, f"the model's {what}")
     for size in max_kv_sizes:
         if size is None:
             continue
         if size < 1:
             raise ValueError(f"max_kv_size is {size}: it must be at least 1")
         if made_for is not None and size > made_for:
-            raise ValueError(f"max_kv_size is {size}: the model has max_position_embeddings {made_for}")
+            raise ValueError(f"max_kv_size is {size}: the model's {what} is {made_for}")
         if limit is None or size < limit[0]:
             limit = size, "max_kv_size"
     return limit

@@ -28,13 +28,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, D, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.rope = Rotary(
-            config.rope_dims or self.head_dim,
-            config.rope_theta,
-            config.rope_scaling,
-            config.max_position_embeddings,
-            interleaved=not config.rope_is_neox_style,
-        )
+        dims = config.rope_dims or self.head_dim
+        self.rope = Rotary(dims, config.rope_scaling, interleaved=not config.rope_is_neox_style)
         # YaRN scales cos and sin of queries and keys alike, so their products by its square.
         self.scale = self.head_dim**-0.5 * self.rope.factor**2
 

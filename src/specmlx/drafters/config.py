@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from specmlx.drafters.packaging import GEMMA4_DSPARK, check_types, gemma4_words, unpacked
-from specmlx.drafters.rope import ROPE_TYPES, rope_type
+from specmlx.drafters.packaging import GEMMA4_DSPARK, gemma4_words, unpacked
+from specmlx.formats.config import MOST, read, shown
+from specmlx.formats.rope import max_positions, rope_parameters, rotary_dims
 
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 QWEN3, QWEN35, GEMMA4 = "qwen3", "qwen3_5", "gemma4"
@@ -15,8 +16,7 @@ MARKOV_HEADS = ("vanilla", "gated", "rnn")
 DSPARK_NAMES = (["Qwen3DSparkModel"], QWEN35_DSPARK, GEMMA4_DSPARK, ["DSparkDraftModel"], ["Lfm2DSparkDraftModel"])
 # How mlx names its own; the others are told by the tensors (see `formats.scaled`).
 QUANTIZATIONS = ("modelopt", "compressed-tensors", "fp8", "nvfp4")
-# Of a matrix or a vocabulary, and of layers: what a file that is no model might say would take all memory.
-MOST, MOST_LAYERS = 1 << 28, 1_000
+MOST_LAYERS = 1_000
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -103,71 +103,72 @@ class DrafterConfig:
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "DrafterConfig":
         """Read a config.json. Raises ValueError, one line, for what is incomplete or not supported."""
-        check_types(config)
         config = gemma4_words(unpacked(config))
         kind = kind_of(config)
-        _refuse_variations(config, kind)
-        lookup = _Lookup(config)
-        sizes = {name: lookup.size(name) for name in SIZES}
-        heads, layers = sizes["num_attention_heads"], sizes["num_hidden_layers"]
-        kv_heads = lookup.size("num_key_value_heads", heads)
+        # Publishers use either place.
+        nested = _nested(config)
+        both = config | {name: value for name, value in nested.items() if value is not None}
+        _refuse_variations(both)
+        sizes = {name: _size(both, name) for name in SIZES}
+        heads, layers, vocab = (sizes[name] for name in ("num_attention_heads", "num_hidden_layers", "vocab_size"))
+        kv_heads = _size(both, "num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
-        depth = lookup("num_target_layers")
-        block = lookup.size("block_size", None if kind == DSPARK else DEFAULT_BLOCK)
-        anchored = bool(lookup("sample_from_anchor", kind == DSPARK))
+        depth = read(both, "num_target_layers", int, None, above=0)
+        block = _size(both, "block_size", *(() if kind == DSPARK else (DEFAULT_BLOCK,)))
+        anchored = read(both, "sample_from_anchor", bool, kind == DSPARK)
         if not anchored and block < 2:
             raise ValueError(f"block_size {block} is too small: it proposes block_size - 1 tokens")
-        rope, theta = _rope(config)
-        head_dim = lookup.size("head_dim", sizes["hidden_size"] // heads)
-        family = _family(config)
-        causal = config.get("is_causal")
+        rope, family = rope_parameters(config), _family(config)
+        head_dim = _size(both, "head_dim", sizes["hidden_size"] // heads)
+        # Only Qwen 3.5's own kind turns a part of a head: copies of its target's config say it too.
+        dims = rotary_dims(rope, head_dim) if family == QWEN35 else head_dim
         return cls(
             kind=kind,
             **sizes,
             num_key_value_heads=kv_heads,
             head_dim=head_dim,
             block_size=block,
-            mask_token_id=lookup.token("mask_token_id"),
-            target_layer_ids=_taps(lookup, kind, depth, layers),
+            mask_token_id=read(both, "mask_token_id", int),
+            target_layer_ids=_taps(both, kind, depth, layers),
             windows=_windows(config, layers),
-            rope_theta=theta,
+            rope_theta=float(rope["rope_theta"]),
             sample_from_anchor=anchored,
-            rms_norm_eps=_eps(config),
+            rms_norm_eps=read(config, "rms_norm_eps", float, 1e-6, above=0),
             num_target_layers=depth,
-            is_causal=lookup.nested.get("causal") if causal is None else causal,
+            is_causal=read(config, "is_causal", bool, read(nested, "causal", bool, None)),
             rope_scaling=rope,
-            max_position_embeddings=config.get("max_position_embeddings"),
+            max_position_embeddings=max_positions(config),
             frozen_copies=config.get("architectures") in (["Qwen3DSparkModel"], GEMMA4_DSPARK),
             family=family,
-            gated_attention=family == QWEN35 and bool(lookup("enable_qwen35_gated_q_proj", False)),
-            rope_dims=_rope_dims(config, rope, head_dim) if family == QWEN35 else None,
-            attention_k_eq_v=family == GEMMA4 and bool(config.get("attention_k_eq_v")),
-            rope_is_neox_style=bool(lookup("rope_is_neox_style", True)),
-            draft_vocab_size=lookup.size("draft_vocab_size", sizes["vocab_size"]),
-            attention_bias=bool(config.get("attention_bias", False)),
-            input_embedding_scale=float(lookup("input_embedding_scale", 1.0)),
-            output_multiplier=float(lookup("output_multiplier", 1.0)),
-            final_logit_softcapping=lookup("final_logit_softcapping") or None,
-            **(_selector(lookup, sizes) if kind == DFLASH2 else {}),
-            markov_rank=lookup.size("markov_rank") if kind == DSPARK else 0,
-            markov_head_type=_markov(lookup),
-            confidence_temperatures=_temperatures(lookup, block if anchored else block - 1),
-            enable_confidence_head=lookup("enable_confidence_head") if kind == DSPARK else False,
-            confidence_head_with_markov=bool(lookup("confidence_head_with_markov", True)),
-            quantization=config.get("quantization"),
+            gated_attention=family == QWEN35 and read(both, "enable_qwen35_gated_q_proj", bool, False),
+            rope_dims=None if dims == head_dim else dims,
+            attention_k_eq_v=family == GEMMA4 and read(config, "attention_k_eq_v", bool, False),
+            rope_is_neox_style=read(both, "rope_is_neox_style", bool, True),
+            draft_vocab_size=_size(both, "draft_vocab_size", vocab),
+            attention_bias=read(config, "attention_bias", bool, False),
+            input_embedding_scale=float(read(both, "input_embedding_scale", float, 1.0)),
+            output_multiplier=float(read(both, "output_multiplier", float, 1.0)),
+            final_logit_softcapping=read(both, "final_logit_softcapping", float, None, least=0) or None,
+            **(_selector(both, sizes) if kind == DFLASH2 else {}),
+            markov_rank=_size(both, "markov_rank") if kind == DSPARK else 0,
+            markov_head_type=_markov(both),
+            confidence_temperatures=_temperatures(both, block if anchored else block - 1),
+            enable_confidence_head=read(both, "enable_confidence_head", bool, None) if kind == DSPARK else False,
+            confidence_head_with_markov=read(both, "confidence_head_with_markov", bool, True),
+            quantization=read(config, "quantization", dict, None),
         )
 
 
 def kind_of(config: dict[str, Any]) -> str:
     """The drafter's kind: DFLASH, DFLASH2 or DSPARK. Raises ValueError, one line, naming what it is instead."""
-    nested = config.get("dflash_config") or {}
-    names = config.get("architectures") or []
+    nested = read(config, "dflash_config", dict, {})
+    names = read(config, "architectures", [str], [])
     if names == ["DFlash2DraftModel"] or (not names and "selector_rank" in nested):
         return DFLASH2
     if "block_size" not in config and any(key.startswith("dspark_") for key in config):
         raise ValueError("this is a language model with a DSpark head inside, no drafter: not supported yet")
-    projector = nested.get("projector_type")
+    projector = read(nested, "projector_type", str, None)
     if projector == "dspark" or "dspark_config" in config or (projector is None and names in DSPARK_NAMES):
         return DSPARK
     if names == ["DFlashDraftModel"] and ("selector_rank" in nested or "conv_kernel_size" in nested):
@@ -178,8 +179,8 @@ def kind_of(config: dict[str, Any]) -> str:
         return DFLASH
     if is_language_model(config):
         what = names[0] if names else config.get("model_type")
-        raise ValueError(f"{what} is a language model: it drafts by tokens alone, not by the target's layers")
-    what = f"projector_type {projector!r}" if projector else f"architectures {names}"
+        raise ValueError(f"{str(what)[:60]} is a language model: it drafts by tokens alone, not by the target's layers")
+    what = f"projector_type {shown(projector)}" if projector else f"architectures {shown(names)}"
     raise ValueError(f"unknown kind of drafter ({what}): specmlx loads DFlash, DFlash 2 and DSpark")
 
 
@@ -202,45 +203,25 @@ def default_taps(num_target_layers: int, count: int) -> list[int]:
     return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
 
 
-class _Lookup:
-    """A value from dflash_config, else from the config's top: publishers use either place."""
-
-    def __init__(self, config: dict[str, Any]):
-        self.config = config
-        self.nested = config.get("dflash_config") or config.get("dspark_config") or {}
-
-    def __call__(self, name: str, default: Any = None) -> Any:
-        value = self.nested.get(name)
-        value = self.config.get(name) if value is None else value
-        return default if value is None else value
-
-    def size(self, name: str, default: int | None = None) -> int:
-        value = self(name, default)
-        most = MOST_LAYERS if name == "num_hidden_layers" else MOST
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise ValueError(f"{name} must be a positive whole number, config.json has {value!r}")
-        return value
-
-    def token(self, name: str) -> int:
-        value = self(name)
-        if not isinstance(value, int):
-            raise ValueError(f"{name} must be a token id, config.json has {value!r}")
-        return value
+def _nested(config: dict[str, Any]) -> dict[str, Any]:
+    return read(config, "dflash_config", dict, {}) or read(config, "dspark_config", dict, {})
 
 
-def _taps(lookup: _Lookup, kind: str, depth: int | None, layers: int) -> tuple[int, ...]:
-    taps = lookup("target_layer_ids")
-    if taps is None and kind != DSPARK and depth is not None:
-        taps = default_taps(depth, layers)
-    if not isinstance(taps, list) or not taps or not all(isinstance(tap, int) for tap in taps):
-        raise ValueError(f"target_layer_ids must be a list of layer numbers, config.json has {taps!r}")
+def _size(config: dict[str, Any], name: str, *default: int) -> int:
+    return read(config, name, int, *default, above=0, most=MOST_LAYERS if name == "num_hidden_layers" else MOST)
+
+
+def _taps(config: dict[str, Any], kind: str, depth: int | None, layers: int) -> tuple[int, ...]:
+    taps = default_taps(depth, layers) if kind != DSPARK and depth is not None else []
+    if not (taps := read(config, "target_layer_ids", [int], taps)):
+        raise ValueError(f"target_layer_ids is {taps}: it must be a list of layers, which the target's features are of")
     return tuple(taps)
 
 
-def _selector(lookup: _Lookup, sizes: dict[str, int]) -> dict[str, int]:
+def _selector(config: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
     """The sizes of DFlash 2's convolutions and candidate selector."""
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    found = {name: lookup.size(name) for name in names}
+    found = {name: _size(config, name) for name in names}
     group, hidden = found["conv_group_size"], sizes["hidden_size"]
     if hidden % group:
         raise ValueError(f"conv_group_size is {group}: it must divide hidden_size {hidden}")
@@ -249,26 +230,19 @@ def _selector(lookup: _Lookup, sizes: dict[str, int]) -> dict[str, int]:
     return found
 
 
-def _markov(lookup: _Lookup) -> str:
-    if (head := lookup("markov_head_type", "vanilla")) not in MARKOV_HEADS:
-        raise ValueError(f"markov_head_type is {head!r}: specmlx knows {', '.join(MARKOV_HEADS)}")
+def _markov(config: dict[str, Any]) -> str:
+    if (head := read(config, "markov_head_type", str, "vanilla")) not in MARKOV_HEADS:
+        raise ValueError(f"markov_head_type is {shown(head)}: specmlx knows {', '.join(MARKOV_HEADS)}")
     return head
 
 
-def _temperatures(lookup: _Lookup, slots: int) -> tuple[float, ...] | None:
+def _temperatures(config: dict[str, Any], slots: int) -> tuple[float, ...] | None:
     """Each slot's confidence temperature, if the head was calibrated."""
-    if (values := lookup("confidence_temperatures")) is None:
+    if (values := read(config, "confidence_temperatures", [float], None, above=0)) is None:
         return None
-    good = isinstance(values, list) and all(isinstance(v, int | float) and v > 0 for v in values)
-    if not good or len(values) < slots:
-        raise ValueError(f"confidence_temperatures must be {slots} positive numbers, one a slot: config has {values!r}")
+    if len(values) < slots:
+        raise ValueError(f"confidence_temperatures has {len(values)} numbers: there are {slots} slots")
     return tuple(map(float, values[:slots]))
-
-
-def _eps(config: dict[str, Any]) -> float:
-    if (eps := config.get("rms_norm_eps") or 1e-6) <= 0:
-        raise ValueError(f"rms_norm_eps must be positive, config.json has {eps!r}")
-    return eps
 
 
 def _family(config: dict[str, Any]) -> str:
@@ -276,74 +250,36 @@ def _family(config: dict[str, Any]) -> str:
     return QWEN35 if names == QWEN35_DSPARK else GEMMA4 if names == GEMMA4_DSPARK else QWEN3
 
 
-def _rope_dims(config: dict[str, Any], rope: dict[str, Any], head_dim: int) -> int | None:
-    """How much of a head is turned. Only Qwen 3.5's own kind reads this: copies of its target's config say it too."""
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if not isinstance(share, int | float) or not 0 < share <= 1 or int(head_dim * share) % 2 or head_dim * share < 2:
-        raise ValueError(f"partial_rotary_factor is {share!r}: it must be a share of head_dim {head_dim}, up to 1")
-    return int(head_dim * share) if share != 1 else None
-
-
-def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ValueError("config.json has no rope_theta, neither at its top nor in rope_parameters")
-    if (kind := rope_type(rope)) not in ROPE_TYPES:
-        raise ValueError(f"this drafter uses rope_type {kind!r}: not supported yet")
-    turned = rope.get("partial_rotary_factor", 1.0)
-    if kind == "proportional" and not (isinstance(turned, int | float) and 0 < turned <= 1):
-        raise ValueError(f"rope_type {kind!r} needs a partial_rotary_factor up to 1, config.json has {turned!r}")
-    if kind in ("linear", "yarn") and not (rope.get("factor") or 0) > 0:
-        raise ValueError(f"rope_type {kind!r} needs a factor, config.json has {rope.get('factor')!r}")
-    limits = rope.get("original_max_position_embeddings"), config.get("max_position_embeddings")
-    if kind == "yarn" and not any(limits):
-        raise ValueError("rope_type 'yarn' needs original_max_position_embeddings, config.json has none")
-    positive = {name: rope.get(name) for name in ("beta_fast", "beta_slow", "original_max_position_embeddings")}
-    positive |= {"rope_theta": theta - 1, "max_position_embeddings": limits[1]}
-    if wrong := [name for name, value in positive.items() if value is not None and value <= 0]:
-        raise ValueError(f"config.json's {wrong[0]} is too small for a rope")
-    return rope, float(theta)
-
-
 def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    window, sliding = config.get("sliding_window"), config.get("use_sliding_window")
-    types = config.get("layer_types")
-    if types is None:
+    window, sliding = read(config, "sliding_window", int, None, least=0), read(config, "use_sliding_window", bool, None)
+    if (types := read(config, "layer_types", [str], None)) is None:
         # transformers' Qwen3Config: layers from max_window_layers on slide, if sliding is on at all.
-        first = config.get("max_window_layers", 28) if sliding and window else layers
+        first = read(config, "max_window_layers", int, 28, least=0) if sliding and window else layers
         types = [SLIDING if i >= first else FULL for i in range(layers)]
     if len(types) != layers:
         raise ValueError(f"layer_types names {len(types)} layers but num_hidden_layers is {layers}")
     if unknown := sorted(set(types) - {SLIDING, FULL}):
-        raise ValueError(f"layer_types has {unknown}: a drafter's layers are {SLIDING!r} or {FULL!r}")
+        raise ValueError(f"layer_types has {shown(unknown)}: a drafter's layers are {SLIDING!r} or {FULL!r}")
     if SLIDING in types and (not window or window < 2 or sliding is False):
         found = f"sliding_window {window!r}, use_sliding_window {sliding!r}"
         raise ValueError(f"layer_types has {SLIDING!r} but config.json turns no window on ({found})")
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def _refuse_variations(config: dict[str, Any], kind: str) -> None:
+def _refuse_variations(config: dict[str, Any]) -> None:
     # Maths that we don't compute must not be passed over: the text would stay right, only acceptance falls.
-    lookup = _Lookup(config)
-    scale, act = lookup("attention_value_scale", 1), config.get("hidden_act", "silu")
-    other = None if "quantization" in config else config.get("quantization_config")
-    other = None if other and _short(other).lower() in QUANTIZATIONS else other
+    scale, act = read(config, "attention_value_scale", float, 1), read(config, "hidden_act", str, "silu")
+    other = {} if "quantization" in config else read(config, "quantization_config", dict, {})
+    method = read(other, "quant_method", str) if other else None
     variations = {
-        "attention_sink_bias": lookup("attention_sink_bias"),
+        "attention_sink_bias": config.get("attention_sink_bias"),
         f"attention_value_scale {scale}": scale != 1,
-        "dflash_config.use_swa": lookup("use_swa"),
+        "dflash_config.use_swa": config.get("use_swa"),
         "gated attention (enable_qwen35_gated_q_proj)": _family(config) != QWEN35
-        and lookup("enable_qwen35_gated_q_proj"),
-        "log_snr_conditioning": lookup("log_snr_conditioning"),
-        f"hidden_act {act!r}": act != "silu",
-        f"quantization_config {_short(other)!r}": other,
+        and config.get("enable_qwen35_gated_q_proj"),
+        "log_snr_conditioning": config.get("log_snr_conditioning"),
+        f"hidden_act {shown(act)}": act != "silu",
+        f"quantization_config {shown(method)}": other and method.lower() not in QUANTIZATIONS,
     }
     if refused := [what for what, found in variations.items() if found]:
         raise ValueError(f"this drafter uses {', '.join(refused)}: not supported yet")
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        value = value.get("quant_method") or sorted(value)
-    return str(value)

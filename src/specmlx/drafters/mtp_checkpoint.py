@@ -6,7 +6,6 @@ from pathlib import Path
 import mlx.core as mx
 
 from specmlx.drafters.mtp import MTP, MTPHead, NormedTarget
-from specmlx.drafters.packaging import check_types
 from specmlx.drafters.pairing import is_split_mtp, mtp_reasons
 from specmlx.drafters.weights import check_names, quantize_as_stored
 from specmlx.formats.checkpoint import read_config, read_weights
@@ -29,7 +28,6 @@ def load_mtp(path: str | Path, target: NormedTarget, dtype: mx.Dtype | None = No
     """
     path = Path(path)
     config = read_config(path)
-    check_types(config)
     if reasons := mtp_reasons(config, target.config):
         raise ValueError(f"the MTP head in {path} can't serve this target: {'; '.join(reasons)}")
     weights = read_weights(path)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specmlx.drafters.config import DrafterConfig, is_language_model
-from specmlx.drafters.packaging import check_types
+from specmlx.formats.config import read, text_of
 
 
 class TargetSizes(Protocol):
@@ -33,22 +33,20 @@ def check_pair(
     """Why a drafter can't serve a target, by their config.json (or what was read of them); empty if it can."""
     config = drafter_config
     if isinstance(target_config, dict):
-        text = {**target_config, **(target_config.get("text_config") or {})}
-        if missing := [name for name in SIZES if not isinstance(text.get(name), int)]:
-            return [f"the target's config.json gives no {missing[0]}"]
-        target_config = _Sizes(*(text[name] for name in SIZES))
-    if not isinstance(config, DrafterConfig):
         try:
-            check_types(config)
+            text = text_of(target_config)
+            target_config = _Sizes(*(read(text, name, int, above=0) for name in SIZES))
+        except ValueError as error:
+            return [f"the target: {error}"]
+    try:
+        if isinstance(config, dict):
             if is_split_mtp(config):
                 return mtp_reasons(config, target_config)
             if is_language_model(config):
                 return lm_reasons(config)
             config = DrafterConfig.from_dict(config)
-        # Values of a config may be of any type.
-        except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            return [text if len(text) <= 300 else f"{text[:300]}…"]
+    except ValueError as error:
+        return [str(error)]
     layers, vocab = target_config.num_hidden_layers, target_config.vocab_size
     reasons = []
     if config.hidden_size != target_config.hidden_size:
@@ -73,23 +71,23 @@ def is_split_mtp(config: dict[str, Any]) -> bool:
 
 def lm_reasons(config: dict[str, Any]) -> list[str]:
     """Why a language model can't be a drafter, from its config.json; if its tokens are the target's is not asked."""
-    text = {**config, **(config.get("text_config") or {})}
-    if "linear_attention" in (text.get("layer_types") or []) or "linear_num_value_heads" in text:
+    text = text_of(config)
+    if "linear_attention" in read(text, "layer_types", [str], []) or "linear_num_value_heads" in text:
         return [f"{config.get('model_type')} has recurrent layers, whose state can't be trimmed: it can't be a drafter"]
     return []
 
 
 def mtp_reasons(config: dict[str, Any], target_config: TargetSizes) -> list[str]:
     """Why the MTP head that a config.json (the target's or a split repository's) describes can't serve a target."""
-    text = {**config, **(config.get("text_config") or {})}
+    text = text_of(config)
     sizes = {
-        "hidden size": (text.get("hidden_size"), target_config.hidden_size),
-        "layers": (text.get("num_hidden_layers"), target_config.num_hidden_layers),
-        "vocabulary": (text.get("vocab_size"), target_config.vocab_size),
+        "hidden size": (read(text, "hidden_size", int, None), target_config.hidden_size),
+        "layers": (read(text, "num_hidden_layers", int, None), target_config.num_hidden_layers),
+        "vocabulary": (read(text, "vocab_size", int, None), target_config.vocab_size),
     }
     reasons = [f"{what}: the MTP head's target has {a}, this one {b}" for what, (a, b) in sizes.items() if a != b]
-    if (layers := text.get("mtp_num_hidden_layers", 1)) != 1:
+    if (layers := read(text, "mtp_num_hidden_layers", int, 1)) != 1:
         reasons.append(f"mtp_num_hidden_layers is {layers}: specmlx runs heads of one layer")
-    if text.get("mtp_use_dedicated_embeddings"):
+    if read(text, "mtp_use_dedicated_embeddings", bool, False):
         reasons.append("mtp_use_dedicated_embeddings: an MTP head with an embedding of its own is not supported yet")
     return reasons

@@ -1,15 +1,35 @@
 """The gated full-attention layer of Qwen3.5, with mlx-lm's names and arithmetic."""
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.rope_utils import initialize_rope
 
+from specmlx.formats.rope import attention_factor, is_plain, periods, rotary_dims, slowdown
 from specmlx.kernels.attention import Stored, attention, runs
 from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.linear import added, products
 from specmlx.state.kv import KV, reserve, write
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.config import HybridConfig
+
+
+class Rope(nn.Module):
+    """Turns rows by periods of their own, with mlx-lm's bits."""
+
+    def __init__(self, rope: dict[str, Any], dims: int):
+        super().__init__()
+        self.dims = dims
+        self.factor = attention_factor(rope)
+        self._periods = periods(rope, dims)
+        # They are no parameters: left lazy, only this thread could evaluate them.
+        mx.eval(self._periods)
+
+    def __call__(self, x: mx.array, offset: int | mx.array = 0) -> mx.array:
+        """x `[B, H, T, D]`, turned to positions from `offset` (int, or int32 `[B]`) on."""
+        if self.factor != 1.0:
+            x = x.at[..., : self.dims].multiply(self.factor)
+        return mx.fast.rope(x, self.dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods)
 
 
 class Attention(nn.Module):
@@ -30,16 +50,9 @@ class Attention(nn.Module):
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-        rope = config.rope_parameters
-        self.rope = initialize_rope(
-            int(self.head_dim * rope.get("partial_rotary_factor", 0.25)),
-            base=rope.get("rope_theta", 100000.0),
-            traditional=False,
-            scaling_config=rope,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-        # YaRN's frequencies are no parameters: left lazy, only this thread could evaluate them.
-        mx.eval(dict(self.rope))
+        rope, dims = config.rope_parameters, rotary_dims(config.rope_parameters, self.head_dim)
+        plain = is_plain(rope)
+        self.rope = nn.RoPE(dims, base=rope["rope_theta"], scale=1 / slowdown(rope)) if plain else Rope(rope, dims)
         self._serve: Serve = kernel_factory
 
     def on_kernel(self, dtype: mx.Dtype) -> bool:

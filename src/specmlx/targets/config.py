@@ -4,26 +4,23 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from specmlx.formats.config import MOST, read, read_field, shown, text_of
+from specmlx.formats.rope import MOST_POSITIONS, max_length, rope_parameters, rotary_dims
+
 LINEAR, FULL = "linear_attention", "full_attention"
 QWEN3_NEXT = "qwen3_next"
 MODEL_TYPES = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", QWEN3_NEXT)
 # What values of other types than a config should have may raise.
 UNFIT = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError, ZeroDivisionError)
-_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SHARE = 0.25
 _EXPERTS = ("num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
-# Of a layer, a matrix or a vocabulary; and of layers.
-_MOST, _MOST_LAYERS = 1 << 28, 10_000
-_SIZES = (
-    *_REQUIRED,
-    "decoder_sparse_step",
-    "num_key_value_heads",
-    "linear_num_value_heads",
-    "linear_num_key_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-    "full_attention_interval",
-)
+_FROM_ZERO = {"least": 0, "most": MOST}
+# All others are 1 to MOST.
+_BOUNDS = {
+    "num_hidden_layers": {"above": 0, "most": 10_000},
+    "max_position_embeddings": {"above": 0, "most": MOST_POSITIONS},
+    **dict.fromkeys(("intermediate_size", "num_experts", "mlp_only_layers", *_EXPERTS), _FROM_ZERO),
+}
 
 
 @dataclass
@@ -59,32 +56,17 @@ class HybridConfig:
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] = field(default_factory=list)
     norm_topk_prob: bool = True
-    rope_parameters: dict[str, Any] = field(
-        default_factory=lambda: {"type": "default", "rope_theta": 100000.0, "partial_rotary_factor": 0.25}
-    )
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: rope_parameters({}, _SHARE))
     draft_model: str | None = None
 
     def __post_init__(self):
-        for name in _SIZES:
-            self._check_size(name, _MOST_LAYERS if name == "num_hidden_layers" else _MOST)
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
-        self._check_size("head_dim", _MOST)
-        if not isinstance(self.mlp_only_layers, list):
-            raise ValueError(f"mlp_only_layers is {self.mlp_only_layers!r}: it must be a list of layers")
         if self.layer_types is None:
             self.layer_types = [
                 LINEAR if (i + 1) % self.full_attention_interval else FULL for i in range(self.num_hidden_layers)
             ]
-        self.rope_parameters = dict(self.rope_parameters)
-        if "type" not in self.rope_parameters:
-            self.rope_parameters["type"] = self.rope_parameters.get("rope_type", "default")
         self._validate()
-
-    def _check_size(self, name: str, most: int) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or not 1 <= value <= most:
-            raise ValueError(f"{name} is {value!r}: it must be a positive integer")
 
     def _validate(self):
         if len(self.layer_types) != self.num_hidden_layers:
@@ -98,18 +80,22 @@ class HybridConfig:
                 raise ValueError(f"not a hybrid: no layer is {kind!r}; specmlx runs Gated DeltaNet hybrids")
         needed = [] if all(map(self.has_experts, range(self.num_hidden_layers))) else ["intermediate_size"]
         needed += _EXPERTS if self.num_experts else ()
-        for name in needed:
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it must be a positive integer")
+        if missing := [name for name in needed if not getattr(self, name)]:
+            raise ValueError(f"{missing[0]} is 0: it must be a positive integer")
         if self.num_experts_per_tok > self.num_experts:
             raise ValueError(
                 f"num_experts_per_tok is {self.num_experts_per_tok} but there are {self.num_experts} experts"
             )
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads ({self.linear_num_value_heads}) must be a multiple of "
-                f"linear_num_key_heads ({self.linear_num_key_heads})"
-            )
+        pairs = ("num_attention_heads", "num_key_value_heads"), ("linear_num_value_heads", "linear_num_key_heads")
+        for many, few in pairs:
+            if (a := getattr(self, many)) % (b := getattr(self, few)):
+                raise ValueError(f"{many} ({a}) must be a multiple of {few} ({b})")
+        rotary_dims(self.rope_parameters, self.head_dim)
+
+    @property
+    def max_length(self) -> int:
+        """How many positions the model has: max_position_embeddings, or what its rope stretches them to."""
+        return max_length(self.rope_parameters, self.max_position_embeddings)
 
     @property
     def fused_projections(self) -> bool:
@@ -127,23 +113,18 @@ class HybridConfig:
     def from_dict(cls, params: dict[str, Any]) -> "HybridConfig":
         """The text config of a whole config.json, or of its `text_config` part; unknown keys are ignored.
 
-        Raises ValueError where a required key is missing or the geometry is not a hybrid's.
+        Its rope is what transformers reads there. Raises ValueError, one line, for a field that is missing, of another
+        kind or out of range, and where the geometry is not a hybrid's.
         """
-        text = {**params, **(params.get("text_config") or {})}
+        text = text_of(params)
         text["model_type"] = params.get("model_type", text.get("model_type"))
         if text["model_type"] == QWEN3_NEXT:
             text.setdefault("norm_topk_prob", False)
-            text.setdefault("rope_parameters", _flat_rope(text))
-        if missing := [key for key in _REQUIRED if key not in text]:
-            raise ValueError(f"config.json lacks {', '.join(missing)}")
-        known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in text.items() if key in known and value is not None})
-
-
-def _flat_rope(text: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of a config that has its parts at the top level."""
-    names = ("rope_theta", "partial_rotary_factor")
-    return {**(text.get("rope_scaling") or {}), **{name: text[name] for name in names if name in text}}
+        found = {f.name: read_field(text, f, **_BOUNDS.get(f.name, {"above": 0, "most": MOST})) for f in fields(cls)}
+        # A composite config's top says nothing of the text model's rope.
+        positions = {"max_position_embeddings": found["max_position_embeddings"]}
+        found["rope_parameters"] = rope_parameters({**(params.get("text_config") or params), **positions}, _SHARE)
+        return cls(**{name: value for name, value in found.items() if value is not None})
 
 
 def check_target(config: dict[str, Any], path: Path | str) -> None:
@@ -154,10 +135,10 @@ def check_target(config: dict[str, Any], path: Path | str) -> None:
         raise ValueError(f"{path} is a drafter ({architectures}), not a target: pass it as draft_model")
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise ValueError(f"{path} has model_type {model_type!r}: its config.json is no language model's")
-    if model_type not in MODEL_TYPES:
-        return
+        raise ValueError(f"{path} has model_type {shown(model_type)}: its config.json is no language model's")
     try:
-        HybridConfig.from_dict(config)
-    except UNFIT as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:400]}") from None
+        read(config, "draft_model", str, None)
+        if model_type in MODEL_TYPES:
+            HybridConfig.from_dict(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
