@@ -1,9 +1,14 @@
 """What a file says is data: never an option, never code, and never a terminal's command."""
 
 import inspect
+import io
 import json
 import shutil
+import stat
+import sys
+import unicodedata
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 from demo_kit import write_model
@@ -12,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 import specmlx
 from specmlx import PromptCache
 from specmlx.cli import main
+from specmlx.formats.printable import printable
 
 CODE = """from pathlib import Path
 Path(__file__).with_name("ran").write_text("x")
@@ -21,7 +27,7 @@ class T(PreTrainedTokenizerFast): pass
 
 
 def run(*args, stdin=None):
-    return CliRunner().invoke(main, [str(arg) for arg in args], input=stdin)
+    return CliRunner().invoke(main, [str(arg) for arg in args], input=stdin, color=True)
 
 
 def refused(*args) -> str:
@@ -108,3 +114,93 @@ def test_settings_of_a_template_are_none_of_the_names_it_is_called_with(director
         settings = json.dumps({name: []})
         result = run("generate", "--model", directory, "--chat-template-config", settings, "-m", 1)
         assert result.exit_code == 0, result.stderr
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def on_a_terminal(monkeypatch):
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True, raising=False)
+
+
+RAW = "\x1b[31mred\x1b[0m \x9b2J\u202eevil\u2069\r\n\tçğ世🙂"
+SHOWN = "\\x1b[31mred\\x1b[0m \\x9b2J\\u202eevil\\u2069\\r\n\tçğ世🙂"
+
+
+def test_a_terminal_is_shown_every_control_character_escaped_and_a_pipe_gets_them_as_they_are():
+    turning = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    for code in range(1 << 16):
+        char = chr(code)
+        escaped = unicodedata.category(char) in ("Cc", "Cs") or unicodedata.bidirectional(char) in turning
+        shown = printable(char, Terminal())
+        assert shown == (ascii(char)[1:-1] if escaped and char not in "\n\t" else char)
+        assert printable(char, io.StringIO()) == char
+    assert printable(RAW, Terminal()) == SHOWN
+
+
+def test_text_that_comes_byte_by_byte_is_shown_as_one_that_comes_whole(pair, monkeypatch):
+    model, tokenizer = pair
+    ids = tokenizer.encode(RAW)
+    assert len(ids) > len(RAW)
+
+    def next_of(tokens, logits):
+        return mx.where(mx.arange(logits.shape[-1]) == ids[len(tokens) - 1], 0.0, -mx.inf)[None]
+
+    given = {}
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        specmlx.generate(model, tokenizer, [5], True, max_tokens=len(ids), logits_processors=[next_of])
+        given[type(stream)] = stream.getvalue()
+    assert given == {Terminal: SHOWN + "\n", io.StringIO: RAW + "\n"}
+
+
+def test_commands_show_text_of_models_and_files_escaped_on_a_terminal(pair, directory, tmp_path, request):
+    model, tokenizer = pair
+    cache, file = PromptCache(keep_answers=True), tmp_path / "cache\x1b[1m.safetensors"
+    list(specmlx.stream_generate(model, tokenizer, [5] * 70, 2, prompt_cache=cache))
+    cache.save(file, {"model": RAW})
+    odd = shutil.copytree(directory, tmp_path / "odd\x1b]0;title\x07")
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(config | {"model_type": RAW}))
+    bias = json.dumps({tokenizer.encode("\x1b")[0]: 1000})
+    answers = "--model", directory, "--logit-bias", bias, "-m", 3
+    commands = {
+        ("cache", "list", file): 0,
+        ("inspect", odd): 0,
+        ("generate", *answers): 0,
+        ("parity", *answers, "-p", "x", "--prefill-step-size", 64, "--draft-model", "ngram"): 0,
+        ("chat", *answers, "--show-draft"): 0,
+        ("generate", "--prompt-cache-file", file): 2,
+        ("generate", "--model", odd): 2,
+    }
+
+    def said():
+        found = {}
+        for args, code in commands.items():
+            result = run(*args, stdin="Hello\n" if args[0] == "chat" else None)
+            assert result.exit_code == code, result.output
+            found[args] = result.stdout + result.stderr
+        return found
+
+    piped = said()
+    assert "\x1b\x1b\x1b" in piped["generate", *answers] and RAW[:20] in piped["cache", "list", file]
+    request.getfixturevalue("on_a_terminal")
+    for args, text in said().items():
+        for ours in ("\r\x1b[K", "\x1b[32m", "\x1b[0m"):
+            text = text.replace(ours, "")
+        assert printable(text, Terminal()) == text, args
+        if args[0] != "parity":
+            assert "\\x1b" in text
+
+
+def test_what_holds_a_conversation_is_readable_by_its_owner_only(directory, tmp_path):
+    trace, page = tmp_path / "trace.json", tmp_path / "trace.html"
+    for file in (trace, page):
+        file.touch(0o644)
+    assert run("generate", "--model", directory, "-m", 2, "--trace", trace).exit_code == 0
+    assert run("view", trace).exit_code == 0
+    for file in (trace, page):
+        assert file.stat().st_size and stat.S_IMODE(file.stat().st_mode) == 0o600

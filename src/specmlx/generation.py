@@ -13,6 +13,7 @@ from specmlx.distributed import agreed
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter, Fingerprinted
+from specmlx.formats.printable import printable
 from specmlx.limits import check_memory, context_limit, tokens_left, warn_if_full
 from specmlx.loading import AUTO, load, load_drafter
 from specmlx.prompt_cache import (
@@ -156,7 +157,7 @@ def generate(
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         text += response.text
         if verbose:
-            print(response.text, end="", flush=True)
+            print(printable(response.text, sys.stdout), end="", flush=True)
     if verbose:
         print()
         print(summary(response), file=sys.stderr)

@@ -22,6 +22,7 @@ from specmlx.drafters.proposal import Drafter
 from specmlx.drafters.settings import DraftSettings
 from specmlx.drafters.small_lm import load_small_lm
 from specmlx.formats.checkpoint import read_config
+from specmlx.formats.printable import printable
 from specmlx.hub import download_config, is_id
 from specmlx.kernels.backend import on_metal
 from specmlx.kernels.choice import Chooser, to_stderr
@@ -239,7 +240,7 @@ def _attach(
         settings.apply(None)
     if drafter is None and draft_model == AUTO:
         drafter = NGram()
-        print(f"draft_model='auto' took prompt lookup: {reason}", file=sys.stderr)
+        print(printable(f"draft_model='auto' took prompt lookup: {reason}", sys.stderr), file=sys.stderr)
     model.attach(drafter, reason)
 
 
@@ -266,7 +267,7 @@ def _chosen(
     except ValueError as error:
         # Nobody asked for this one: the target runs without it.
         return None, f"the drafter that was found, {choice.reason}, can't be used: {error}"
-    print(f"draft_model='auto' took {choice.reason}", file=sys.stderr)
+    print(printable(f"draft_model='auto' took {choice.reason}", sys.stderr), file=sys.stderr)
     return drafter, None
 
 

@@ -13,6 +13,7 @@ import click
 
 from specmlx import __version__
 from specmlx.cli.launched import join, launched_rank
+from specmlx.cli.terminal import note
 
 _COMMANDS = (
     "generate",
@@ -52,7 +53,7 @@ class Failure(click.ClickException):
         if launched_rank():
             time.sleep(SILENCE)
         else:
-            super().show(file)
+            note(f"Error: {self.format_message()}")
 
 
 class Commands(click.Group):
@@ -81,7 +82,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         with _one_line(), warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_: click.echo(f"Warning: {message}", err=True)
+            warnings.showwarning = lambda message, *_: note(f"Warning: {message}")
             return super().invoke(ctx)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from specmlx.cli import options
-from specmlx.cli.terminal import answers, note
+from specmlx.cli.terminal import answers, note, say
 from specmlx.formats.atomic import check_folder
 
 WRONG = "always wrong"
@@ -64,11 +64,11 @@ def bench(
             raise ValueError(f"there is nothing to compare, since there is no drafter: {model.no_draft_reason}")
         report, rows = _run(target, model, tokenizer, template, texts, runs, max_tokens)
         if as_json:
-            click.echo(json.dumps(report), file=out)
+            say(json.dumps(report), out)
         else:
             from specmlx.cli.bench_report import lines
 
-            click.echo("\n".join(lines(report)), file=out)
+            say("\n".join(lines(report)), out)
     if output is not None:
         output.write_text(json.dumps(report, indent=1))
     if plot is not None:

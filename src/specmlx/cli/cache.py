@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from specmlx.cli.terminal import note
+from specmlx.cli.terminal import note, say
 
 paths_argument = click.argument("paths", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 
@@ -25,11 +25,11 @@ def list_(paths: tuple[Path, ...]) -> None:
     for path in _files(paths):
         held, metadata = read(path)
         model = metadata.get("model", "a model without a name")
-        click.echo(f"{path}: {_count(held, 'snapshot')} of {model}, {path.stat().st_size / 1e6:.1f} MB")
+        say(f"{path}: {_count(held, 'snapshot')} of {model}, {path.stat().st_size / 1e6:.1f} MB")
         for namespace, snapshot, _ in sorted(held, key=lambda found: -found[1].length):
             drafts = _count(snapshot.drafts, "drafter")
             exact = "exact" if snapshot.exact else "after decoded tokens"
-            click.echo(f"  {snapshot.length} tokens, {exact}, {drafts}, model {namespace[:8]}")
+            say(f"  {snapshot.length} tokens, {exact}, {drafts}, model {namespace[:8]}")
 
 
 @cache.command()

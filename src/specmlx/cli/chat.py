@@ -12,7 +12,7 @@ import click
 from specmlx.cli import options
 from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.sampling import SamplingFlags, sampling_options
-from specmlx.cli.terminal import answers, note, prefill_status, show_status
+from specmlx.cli.terminal import answers, note, prefill_status, say, show_status
 from specmlx.formats.atomic import check_folder
 
 HELP = "q (quit, exit, /exit) quits, r forgets the conversation, h (/help) shows this; Ctrl-C stops an answer"
@@ -92,7 +92,7 @@ def chat(
     dialogue = begin()
     note(f"{target.model}: {HELP}")
     if show_draft:
-        note(click.style("This colour: guessed by the drafter, confirmed by the target.", fg="green"))
+        note("This colour: guessed by the drafter, confirmed by the target.", fg="green")
     for line in _lines():
         word = line.strip()
         if word in QUIT:
@@ -113,7 +113,7 @@ def chat(
 
 def _answer(dialogue: Any, question: str, out: TextIO, show_draft: bool, color: bool | None) -> Any:
     """Print an answer as it comes and return its last response; None where there is none."""
-    last = None
+    last, colored = None, out.isatty() if color is None else color
     try:
         with _interruptible() as interrupted:
 
@@ -125,20 +125,19 @@ def _answer(dialogue: Any, question: str, out: TextIO, show_draft: bool, color: 
             with contextlib.closing(dialogue.ask(question, progress)) as responses:
                 for last in responses:
                     drafted = show_draft and last.from_draft
-                    text = click.style(last.text, fg="green") if drafted and last.text else last.text
-                    click.echo(text, nl=False, file=out, color=color)
+                    say(last.text, out, nl=False, fg="green" if drafted and colored else None)
                     if interrupted():
                         raise KeyboardInterrupt
     except KeyboardInterrupt:
         show_status("")
-        click.echo(file=out)
+        say(out=out)
         note("Stopped.")
     except (ValueError, RuntimeError) as error:
         if last is not None:
-            click.echo(file=out)
+            say(out=out)
         note(f"Error: {' '.join(str(error).split())}")
     else:
-        click.echo(file=out)
+        say(out=out)
     return last
 
 

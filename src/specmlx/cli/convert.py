@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from specmlx.cli.terminal import answers, note, show_status
+from specmlx.cli.terminal import answers, note, say, show_status
 
 _BAR = 30
 
@@ -42,7 +42,7 @@ def convert(model: str, draft_model: str | None, out: Path, quantize: str | None
         note(f"{model} names a drafter, which is not written; --draft-model {named} puts it in draft/")
     if draft_model is None and has_mtp(source):
         note("the target's MTP head is left out, since mlx_lm doesn't load it; --draft-model mtp keeps it in draft/")
-    click.echo(path, file=stdout)
+    say(str(path), stdout)
 
 
 def _named(source: Path) -> str | None:

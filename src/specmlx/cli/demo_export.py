@@ -2,7 +2,7 @@
 
 import click
 
-from specmlx.cli.terminal import answers
+from specmlx.cli.terminal import answers, say
 
 
 @click.command(short_help="Write the demo pair as a model directory.")
@@ -16,4 +16,4 @@ def demo_export(directory: str, dtype: str, bits: str | None, group_size: str) -
 
     with answers() as out:
         path = write_demo(directory, dtype, None if bits is None else int(bits), int(group_size))
-        click.echo(path, file=out)
+        say(str(path), out)

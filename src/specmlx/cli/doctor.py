@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specmlx.cli.terminal import answers, status
+from specmlx.cli.terminal import answers, say, status
 
 if TYPE_CHECKING:
     from specmlx.receipts.doctor import Diagnosis
@@ -31,7 +31,7 @@ def doctor(measure: bool, as_json: bool) -> None:
             from specmlx.receipts.doctor import examine
 
             found = examine(measure)
-        click.echo(json.dumps(found.as_object()) if as_json else text(found), file=out)
+        say(json.dumps(found.as_object()) if as_json else text(found), out)
     click.get_current_context().exit(0 if found.demo.passed else 1)
 
 

@@ -8,7 +8,7 @@ import click
 
 from specmlx.cli import options
 from specmlx.cli.sampling import SamplingFlags, sampling_options
-from specmlx.cli.terminal import answers, show_status
+from specmlx.cli.terminal import answers, say, show_status
 
 if TYPE_CHECKING:
     from specmlx.receipts.evaluation import Acceptance
@@ -82,10 +82,10 @@ def evaluate(
         show_status("")
         limit_on = None if on is None else byte_limit(model, drafter, sums[ALL], on)
         if as_json:
-            click.echo(json.dumps(_object(sums, limit_on)), file=out)
+            say(json.dumps(_object(sums, limit_on)), out)
         else:
             for line in _lines(sums, limit_on):
-                click.echo(line, file=out)
+                say(line, out)
     click.get_current_context().exit(0 if sums[ALL].identical == sums[ALL].prompts else 1)
 
 

@@ -12,7 +12,7 @@ from specmlx.cli import options
 from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.launched import joined
 from specmlx.cli.sampling import SamplingFlags, sampling_options
-from specmlx.cli.terminal import answers, note, prefill_status
+from specmlx.cli.terminal import answers, note, prefill_status, say
 from specmlx.formats.atomic import check_folder
 
 EPILOG = """\b
@@ -120,8 +120,8 @@ def generate(
             if recorder:
                 recorder.add(response)
             if not as_json:
-                click.echo(response.text, nl=False, file=out)
-        click.echo(json.dumps(record(text, tokens, response)) if as_json else "", file=out)
+                say(response.text, out, nl=False)
+        say(json.dumps(record(text, tokens, response)) if as_json else "", out)
         if verbose:
             if group is not None:
                 note(mode)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from specmlx.cli.terminal import answers
+from specmlx.cli.terminal import answers, say
 
 
 @click.command(short_help="Say what a checkpoint is.")
@@ -32,17 +32,17 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
                 repo = remote_repo(path, revision)
                 found = inspect_tensors(path, repo.config, repo.tensors, repo.files)
     if as_json:
-        print(json.dumps(found.as_dict()), file=out)
+        say(json.dumps(found.as_dict()), out)
         return
-    print(f"{Path(found.path) if not is_id(path) else path}: {found.what}, {found.kind} ({found.packaging})", file=out)
+    say(f"{Path(found.path) if not is_id(path) else path}: {found.what}, {found.kind} ({found.packaging})", out)
     for name, value in found.geometry.items():
-        print(f"  {name}: {value}", file=out)
-    print(f"  {found.tensors} tensors in {found.files} files, {_size(found.bytes)}:", file=out)
+        say(f"  {name}: {value}", out)
+    say(f"  {found.tensors} tensors in {found.files} files, {_size(found.bytes)}:", out)
     for name, group in found.groups.items():
-        print(f"    {name:<20} {group.tensors:>6} tensors  {_size(group.bytes):>10}", file=out)
-    print(f"  read by a pass over one row: {_size(found.bytes_per_pass)}", file=out)
+        say(f"    {name:<20} {group.tensors:>6} tensors  {_size(group.bytes):>10}", out)
+    say(f"  read by a pass over one row: {_size(found.bytes_per_pass)}", out)
     for question in found.questions:
-        print(f"  open: {question}", file=out)
+        say(f"  open: {question}", out)
 
 
 def _size(nbytes: int) -> str:

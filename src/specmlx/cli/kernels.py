@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from specmlx.cli.terminal import say
+
 if TYPE_CHECKING:
     from specmlx.kernels.choice import Chooser, Operator
 
@@ -42,7 +44,7 @@ def kernels(as_json: bool, again: bool, off: str | None, on: str | None) -> None
             if chooser.off(operator) is None:
                 chooser.race_again(operator, key)
     report = as_dict(chooser, known, shapes)
-    click.echo(json.dumps(report, ensure_ascii=False) if as_json else as_text(report))
+    say(json.dumps(report, ensure_ascii=False) if as_json else as_text(report))
 
 
 def as_dict(chooser: "Chooser", known: "dict[str, Operator]", shapes: list) -> dict:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import click
+from specmlx.cli.terminal import note
 
 # What mlx.launch, and mpirun, tell a process.
 _RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -34,7 +34,7 @@ def join() -> Any:
         # The others are still waiting for this one, and can't tell.
         text = f"rank {launched_rank()} can't reach the others: {' '.join(str(error).split())}"
         if launched_rank():
-            click.echo(f"Error: {text}", err=True)
+            note(f"Error: {text}")
         raise ValueError(text) from None
 
 
@@ -63,7 +63,7 @@ def joined() -> Iterator[Any]:
         raise
     except Exception as error:
         if rank:
-            click.echo(f"Error: rank {rank}: {' '.join(str(error).split())}", err=True)
+            note(f"Error: rank {rank}: {' '.join(str(error).split())}")
         raise
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from specmlx.cli.terminal import answers
+from specmlx.cli.terminal import answers, say
 
 # Bits of a weight in mlx's 4-bit format with groups of 64.
 BITS = 4.5
@@ -23,11 +23,11 @@ def models(as_json: bool) -> None:
     with answers() as out:
         found = _found()
     if as_json:
-        print(json.dumps(found), file=out)
+        say(json.dumps(found), out)
         return
-    print(f"{found['memory_gb']:.1f} GB for models on this machine ({found['memory_is']})", file=out)
+    say(f"{found['memory_gb']:.1f} GB for models on this machine ({found['memory_is']})", out)
     for target in found["targets"]:
-        print(f"\n{target['ids'][0]}{_size(target)}{_here(target['cached'])}", file=out)
+        say(f"\n{target['ids'][0]}{_size(target)}{_here(target['cached'])}", out)
         for drafter in target["drafters"]:
             what = [drafter["kind"]]
             if drafter["block"]:
@@ -36,12 +36,12 @@ def models(as_json: bool) -> None:
                 what.append(f"taps {', '.join(map(str, drafter['taps']))}")
             if drafter["tau"]:
                 what.append(f"τ {drafter['tau']} ({drafter['source']})")
-            print(f"  {drafter['id']:<42} {'; '.join(what)}{_here(drafter['cached'])}", file=out)
+            say(f"  {drafter['id']:<42} {'; '.join(what)}{_here(drafter['cached'])}", out)
     others = found["others_cached"]
     if others:
-        print("\nalso in the local Hub cache:", file=out)
+        say("\nalso in the local Hub cache:", out)
     for other in others:
-        print(f"  {other['id']:<42} {other['what']}, {other['gb']:.1f} GB", file=out)
+        say(f"  {other['id']:<42} {other['what']}, {other['gb']:.1f} GB", out)
 
 
 def for_models(recommended: int | None, memory: int | None) -> tuple[float, str]:

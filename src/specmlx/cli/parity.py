@@ -14,7 +14,7 @@ import click
 from specmlx.cli import options, parity_report
 from specmlx.cli.drafting import DraftFlags, draft_options
 from specmlx.cli.sampling import SamplingFlags, sampling_options
-from specmlx.cli.terminal import answers, status
+from specmlx.cli.terminal import answers, note, say, status
 
 if TYPE_CHECKING:
     from specmlx.receipts.parity import Verdict
@@ -97,19 +97,19 @@ def parity(
         results: dict[str, list] = {}
         default: dict[str, list] = {}
         choose = partial(choose_kernels, model) if on_metal() and not target.consistent else None
-        for proof, row in verdicts_by_choice(run, choose, partial(click.echo, err=True)):
+        for proof, row in verdicts_by_choice(run, choose, note):
             for name, verdict in row.items():
                 found = (results if proof else default).setdefault(name, [])
                 found.append(verdict)
                 if not as_json:
                     kernels = "" if proof else f" {parity_report.DEFAULT}"
                     place = f"prompt {len(found)} of {len(ids)}, {name}{kernels}"
-                    click.echo(f"{place}: {parity_report.line(verdict, tokenizer)}", file=out)
+                    say(f"{place}: {parity_report.line(verdict, tokenizer)}", out)
         if as_json:
-            click.echo(json.dumps(parity_report.as_object(target.model, texts, results, tokenizer, default)), file=out)
+            say(json.dumps(parity_report.as_object(target.model, texts, results, tokenizer, default)), out)
         else:
             for line in parity_report.summary(results, default):
-                click.echo(line, file=out)
+                say(line, out)
     passed = all(verdict.passed for found in results.values() for verdict in found)
     click.get_current_context().exit(0 if passed else 1)
 

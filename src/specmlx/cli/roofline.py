@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmlx.cli.options import DEMO
-from specmlx.cli.terminal import answers
+from specmlx.cli.terminal import answers, say
 
 if TYPE_CHECKING:
     from specmlx.receipts.chips import Chip
@@ -141,7 +141,7 @@ def roofline(
         if plot is not None:
             plot_ceilings(line, plot, question.chips(), context or 0, question.claims, roofline_report.title(question))
         text = json.dumps(roofline_report.as_object(question)) if as_json else roofline_report.text(question)
-        click.echo(text, file=out)
+        say(text, out)
 
 
 def _roofline(

@@ -1,4 +1,4 @@
-"""Answers go to stdout and everything else to stderr."""
+"""Answers go to stdout and everything else to stderr; a terminal is given no command that a model or a file wrote."""
 
 import contextlib
 import sys
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import TextIO
 
 import click
+
+from specmlx.formats.printable import printable
 
 
 @contextlib.contextmanager
@@ -16,9 +18,17 @@ def answers() -> Iterator[TextIO]:
         yield out
 
 
-def note(text: str) -> None:
-    """A line on stderr."""
-    click.echo(text, err=True)
+def say(text: str = "", out: TextIO | None = None, *, nl: bool = True, fg: str | None = None) -> None:
+    """Write text to a stream (default: stdout), see `printable`; `fg`: in a colour, whatever the stream is."""
+    out = sys.stdout if out is None else out
+    text = printable(text, out)
+    # color: click would take sequences out of what goes into a pipe.
+    click.echo(click.style(text, fg=fg) if fg and text else text, file=out, nl=nl, color=True)
+
+
+def note(text: str, fg: str | None = None) -> None:
+    """A line on stderr; on a terminal in a colour."""
+    say(text, sys.stderr, fg=fg if sys.stderr.isatty() else None)
 
 
 @contextlib.contextmanager
@@ -34,7 +44,7 @@ def status(text: str) -> Iterator[None]:
 def show_status(text: str) -> None:
     """Replace the status line; "" clears it."""
     if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+        click.echo(f"\r\x1b[K{printable(text, sys.stderr)}", nl=False, err=True)
 
 
 def prefill_status(processed: int, total: int) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from specmlx.cli.terminal import answers, note
+from specmlx.cli.terminal import answers, note, say
 from specmlx.formats.atomic import check_folder
 
 EPILOG = """\b
@@ -28,11 +28,11 @@ def view(trace: Path, output: Path | None) -> None:
     html = page(read_trace(trace))
     if str(output) == "-":
         with answers() as out:
-            out.write(html)
+            say(html, out, nl=False)
         return
     output = trace.with_suffix(".html") if output is None else output
     if output.resolve() == trace.resolve():
         raise ValueError(f"{output} is the trace itself: name another file with -o")
     check_folder("-o", output)
-    write_atomically(output, [html.encode()])
+    write_atomically(output, [html.encode()], private=True)
     note(f"{output}: open it in a browser")

@@ -179,8 +179,8 @@ def account_object(account: Any) -> dict[str, Any]:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, whole or not at all."""
-    write_atomically(path, [json.dumps(trace.as_object(), ensure_ascii=False).encode()])
+    """Write a trace, which holds what was asked and answered: whole or not at all, for its owner only."""
+    write_atomically(path, [json.dumps(trace.as_object(), ensure_ascii=False).encode()], private=True)
 
 
 def read_trace(path: Path) -> Trace:
