@@ -339,15 +339,24 @@ def test_a_quantized_export_proposes_as_its_dequantized_weights_do(case, bits, t
     assert mx.abs(propose(loaded) - propose(golden_drafter(case))).max().item() > 1e-3
 
 
-@pytest.mark.parametrize("lacks", ["bits", "group_size"])
-def test_an_export_whose_config_says_too_little_is_refused(lacks, tmp_path):
-    drafter, quantization = golden_drafter("dflash_full"), {"group_size": 32, "bits": 4}
-    nn.quantize(drafter.model, **quantization, class_predicate=lambda name, _: name == "fc")
+@pytest.mark.parametrize(("mode", "bits", "group_size"), [("affine", 3, 64), ("mxfp8", 8, 32), ("nvfp4", 4, 16)])
+def test_bits_group_size_and_mode_are_those_of_the_shapes_whatever_the_config_says(mode, bits, group_size, tmp_path):
+    drafter = golden_drafter("dflash_full")
+    nn.quantize(drafter.model, group_size, bits, mode=mode, class_predicate=lambda name, _: name == "fc")
     export = dict(tree_flatten(drafter.model.parameters()))
-    del quantization[lacks]
-    path = write_drafter(tmp_path, {**DFLASH, "quantization": quantization}, export)
-    with pytest.raises(ValueError, match=f"config.json's quantization has no {lacks}"):
-        load_drafter(path, golden_target())
+    for i, said in enumerate([{}, {"quantization": {"group_size": 128, "bits": 6}}]):
+        loaded = load_drafter(write_drafter(tmp_path / str(i), DFLASH | said, export), golden_target())
+        assert (loaded.model.fc.mode, loaded.model.fc.bits, loaded.model.fc.group_size) == (mode, bits, group_size)
+        assert mx.array_equal(propose(loaded), propose(drafter)).item()
+
+
+def test_codes_that_mlx_does_not_pack_are_refused(tmp_path):
+    drafter = golden_drafter("dflash_full")
+    nn.quantize(drafter.model, 32, 4, class_predicate=lambda name, _: name == "fc")
+    export = dict(tree_flatten(drafter.model.parameters()))
+    export["fc.scales"] = export["fc.scales"][:, :3]
+    with pytest.raises(ValueError, match="fc is packed as mlx packs nothing of"):
+        load_drafter(write_drafter(tmp_path, DFLASH, export), golden_target())
 
 
 def test_a_quantized_markov_head_proposes_too(tmp_path):

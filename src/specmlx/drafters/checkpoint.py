@@ -61,8 +61,7 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
         parsed = replace(parsed, enable_confidence_head=_has(weights, "confidence_head"))
     drafter = build(parsed, target, vocabulary)
     place(drafter.model, weights)
-    if parsed.quantization:
-        quantize_as_stored(drafter.model, parsed.quantization, weights)
+    quantize_as_stored(drafter.model, weights)
     check_names(drafter.model, weights, path)
     drafter.model.load_weights(list(weights.items()))
     if dtype is not None:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -40,16 +41,27 @@ def load_mtp(path: str | Path, target: NormedTarget, dtype: mx.Dtype | None = No
     if named and not any(name.endswith("conv1d.weight") and w.shape[-1] == 1 for name, w in weights.items()):
         # Cast first: 1 + w has fewer digits than w.
         named = {name: w.astype(dtype or w.dtype) + 1 if "norm" in name else w for name, w in named.items()}
-    weights = named or weights
+    return build_mtp(named or weights, config, target, path, dtype)
+
+
+def build_mtp(
+    weights: dict[str, mx.array],
+    config: dict[str, Any],
+    target: NormedTarget,
+    where: Path,
+    dtype: mx.Dtype | None = None,
+) -> MTP:
+    """A head of `MTPHead`'s tensors by its names (experts and codes as publishers have them), norms as w.
+
+    Raises ValueError, one line that names `where`, for missing, extra or misshapen tensors.
+    """
     if is_scaled(weights):
         weights = read_scaled(weights, config)
     weights = stacked_experts(weights)
     head = MTPHead(HybridConfig.from_dict(config))
     place(head, weights)
-    if quantization := config.get("quantization"):
-        own = {_PREFIX.sub("", name, count=1): value for name, value in quantization.items()}
-        quantize_as_stored(head, {**quantization, **own}, weights)
-    check_names(head, weights, path)
+    quantize_as_stored(head, weights)
+    check_names(head, weights, where)
     head.load_weights(list(weights.items()))
     if dtype is not None:
         cast(head, dtype)

@@ -6,30 +6,33 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
+
+# mlx's layouts: with biases any of these sizes and bits, without them what the pair says.
+_SIZES, _BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)
+_MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
 
 
-def quantize_as_stored(model: nn.Module, quantization: dict[str, Any], weights: dict[str, mx.array]) -> None:
-    """Make the layers whose `weights` have scales quantized ones, as config.json's `quantization` says (mlx-lm's way).
+def quantize_as_stored(model: nn.Module, weights: dict[str, mx.array]) -> None:
+    """Make the layers whose `weights` have scales quantized ones, of the bits, group size and mode of their shapes.
 
-    Raises ValueError where it says too little.
+    What config.json says of them is the target's where a head is in its files. Raises ValueError, one line, for shapes
+    that are none of mlx's.
     """
 
     def chosen(name: str, module: nn.Module) -> bool | dict[str, Any]:
-        if f"{name}.scales" not in weights or not isinstance(module, nn.Linear | nn.Embedding):
+        packed, scales = (weights.get(f"{name}.{part}") for part in ("weight", "scales"))
+        if packed is None or scales is None or not isinstance(module, nn.Linear | nn.Embedding | SwitchLinear):
             return False
-        override = quantization.get(name)
-        return override if isinstance(override, dict) else True
+        inputs, columns, groups = module.weight.shape[-1], packed.shape[-1] * 32, scales.shape[-1] or 1
+        size, bits = inputs // groups, columns // inputs
+        mode = "affine" if f"{name}.biases" in weights else _MODES.get((size, bits))
+        if (size * groups, bits * inputs) != (inputs, columns) or size not in _SIZES or bits not in _BITS or not mode:
+            shapes = f"weight {list(packed.shape)}, scales {list(scales.shape)}"
+            raise ValueError(f"{name} is packed as mlx packs nothing of {inputs} inputs: {shapes}")
+        return {"group_size": size, "bits": bits, "mode": mode}
 
-    try:
-        nn.quantize(
-            model,
-            group_size=quantization["group_size"],
-            bits=quantization["bits"],
-            mode=quantization.get("mode", "affine"),
-            class_predicate=chosen,
-        )
-    except KeyError as missing:
-        raise ValueError(f"config.json's quantization has no {missing.args[0]}") from None
+    nn.quantize(model, class_predicate=chosen)
 
 
 def check_names(model: nn.Module, weights: dict[str, mx.array], path: Path) -> None:
