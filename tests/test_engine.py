@@ -1,15 +1,29 @@
 """The engine: requests from any thread, answered together by one worker."""
 
 import asyncio
+import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from rig import SMALL, small_tokenizer, tiny
 
-from specmlx import Engine, PromptCache, QueueFull, generate, load_drafter, make_sampler, stream_generate
+from specmlx import (
+    Engine,
+    PromptCache,
+    QueueFull,
+    batch_generate,
+    generate,
+    load_drafter,
+    make_sampler,
+    stream_generate,
+)
 
 PROMPTS = [[7, 8, 9] * n for n in (1, 5, 22, 43)]
 
@@ -146,3 +160,77 @@ def test_a_full_queue_refuses_and_a_closed_engine_ends_everything(model, tokeniz
             request.text()
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), StopIteration(), asyncio.CancelledError()], ids=repr
+)
+def test_what_a_callable_raises_to_end_a_thread_ends_its_request_only(model, tokenizer, error):
+    def raises(*_):
+        raise error
+
+    with Engine(model, tokenizer) as engine:
+        other = engine.submit(PROMPTS[0], 20)
+        for callables in (dict(logits_processors=[raises]), dict(sampler=raises)):
+            with pytest.raises(RuntimeError, match=f"this request raised {type(error).__name__}"):
+                engine.submit(PROMPTS[1], 5, **callables).text()
+        assert other.text() == generate(model, tokenizer, PROMPTS[0], max_tokens=20)
+
+
+def test_an_engine_that_a_callable_closes_ends_its_requests(model, tokenizer):
+    engine = Engine(model, tokenizer)
+    request = engine.submit(PROMPTS[0], 50, logits_processors=[lambda tokens, logits: engine.close() or logits])
+    with pytest.raises(RuntimeError, match="closed"):
+        request.text()
+    engine.close()
+
+
+def test_lazy_arrays_of_a_thread_outlive_what_it_generates_there(model, tokenizer):
+    def work():
+        lazy = mx.arange(3) + 1
+        text = generate(model, tokenizer, PROMPTS[0], max_tokens=3)
+        return lazy.tolist(), (lazy * 2).tolist(), text
+
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(work()))
+    thread.start()
+    thread.join()
+    assert found == [[1, 2, 3], [2, 4, 6], generate(model, tokenizer, PROMPTS[0], max_tokens=3)]
+
+
+@pytest.mark.parametrize("work", [generate, batch_generate, stream_generate], ids=lambda f: f.__name__)
+def test_a_thread_clears_its_streams_once_its_own_code_is_over(model, tokenizer, monkeypatch, work):
+    order, clear = [], mx.clear_streams
+    monkeypatch.setattr(mx, "clear_streams", lambda: (order.append(threading.get_native_id()), clear()))
+
+    def generates():
+        prompt = [PROMPTS[0]] if work is batch_generate else PROMPTS[0]
+        for _ in range(2):
+            given = work(model, tokenizer, prompt, max_tokens=3)
+            kept.append(given if work is not stream_generate else (next(given), given))
+        order.append("over")
+        return threading.get_native_id()
+
+    kept = []
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(generates).result()
+    assert order == ["over", thread]
+    generates()
+    assert order == ["over", thread, "over"], "the main thread's streams are cleared"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cases are forks, which only Linux has without trouble")
+def test_a_program_that_ends_while_an_engine_or_a_thread_is_at_work_keeps_its_exit_code():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).parent / "scripts" / "ends.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=env)
+    assert json.loads(done.stdout) == {
+        "normally": 0,
+        "SystemExit": 5,
+        "an error": 1,
+        "asyncio": 6,
+        "a callable": 7,
+        "a callable that never returns": 8,
+        "a thread": 9,
+        "a forked process": 10,
+    }, done.stderr

@@ -26,6 +26,7 @@ from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
+from specmlx.threads import clear_streams_at_end
 
 
 @dataclass
@@ -267,6 +268,7 @@ def batch_generate(
 def _run(scheduler: Scheduler, jobs: Sequence[Job], verbose: bool) -> BatchStats:
     from mlx_lm.generate import wired_limit
 
+    clear_streams_at_end()
     for job in jobs:
         scheduler.add(job)
     clock = time.perf_counter()

@@ -1,6 +1,9 @@
 """For apps: one worker thread owns the device, and answers requests from any thread together."""
 
+import atexit
+import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +16,9 @@ from specmlx.mailbox import Mailbox
 from specmlx.responses import GenerationResponse
 from specmlx.scheduler import Job
 from specmlx.state.store import PromptCache
+
+# Seconds for which the end of the program waits for a callable of a request's.
+PATIENCE = 5.0
 
 
 class QueueFull(RuntimeError):
@@ -61,7 +67,7 @@ class Engine:
 
     Requests begin in the order in which they were submitted, and every one that runs gets a round at each step; the
     prompt of a new one is taken in between rounds, `prefill_step_size` tokens at a time. A request that fails fails
-    alone.
+    alone. An engine that is open when the program ends is closed.
 
     Args:
         model, tokenizer: of `specmlx.load`.
@@ -103,8 +109,11 @@ class Engine:
         self._changed = threading.Condition()
         self._new: list[Job] = []
         self._closing = False
+        self._calling = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name="specmlx-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._leave)
 
     def submit(
         self,
@@ -119,10 +128,11 @@ class Engine:
         """Queue a request; options as `stream_generate`'s. May be called from any thread.
 
         Raises ValueError for a bad option or prompt (one that is too long, too), QueueFull, and RuntimeError once the
-        engine is closed.
+        engine is closed or in a process that was forked since.
         """
+        if os.getpid() != self._process:
+            raise RuntimeError(f"the engine runs in process {self._process}, before the fork: make a new one here")
         mailbox = Mailbox()
-
         job = self._jobs.new(
             prompt,
             max_tokens,
@@ -133,6 +143,7 @@ class Engine:
             emit=mailbox.put,
             done=mailbox.end,
         )
+        job.policy.call = self._call
         tokens_left(self._scheduler.limit, len(job.ids))
         with self._changed:
             if self._closing:
@@ -146,17 +157,45 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what is left, and wait for the worker to end. May be called more than once."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        if os.getpid() != self._process:
+            return
+        self._stop()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            atexit.unregister(self._leave)
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def _leave(self) -> None:
+        """Close at the end of the program: a thread that is in mlx when the interpreter ends would abort it."""
+        if os.getpid() != self._process:
+            return
+        self._stop()
+        until = time.monotonic() + PATIENCE
+        while self._thread.is_alive() and not (self._calling and time.monotonic() > until):
+            self._thread.join(0.1)
+
+    def _call(self, function: Callable, *args: Any) -> Any:
+        """Run a request's own callable. Whatever it raises ends that request only, SystemExit too."""
+        self._calling = True
+        try:
+            return function(*args)
+        except BaseException as error:
+            # A reader would take a StopIteration for the end of the text.
+            if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
+                raise
+            raise RuntimeError(f"a callable of this request raised {error!r}") from error
+        finally:
+            self._calling = False
 
     def _cancel(self, job: Job) -> None:
         # Without the lock: it may be called by the garbage collector, wherever the thread is.

@@ -40,6 +40,7 @@ from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
+from specmlx.threads import clear_streams_at_end
 
 __all__ = [
     "GenerationResponse",
@@ -169,6 +170,7 @@ def _responses(
 ):
     from mlx_lm.generate import wired_limit
 
+    clear_streams_at_end()
     group = model.sharding_group
     with contextlib.ExitStack() as stack:
         stack.enter_context(wired_limit(model))

@@ -1,6 +1,7 @@
 """Responses on their way from the worker thread to whoever reads them, in another thread or an event loop."""
 
 import asyncio
+import os
 import threading
 from collections import deque
 from typing import Any
@@ -15,6 +16,7 @@ class Mailbox:
         self._ended = False
         self._error: Exception | None = None
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+        self._process = os.getpid()
 
     @property
     def ended(self) -> bool:
@@ -32,13 +34,15 @@ class Mailbox:
             self._wake()
 
     def get(self) -> Any:
-        """Wait for the next item. Raises StopIteration at the end, or what ended it."""
+        """Wait for the next item. Raises StopIteration at the end, what ended it, or RuntimeError after a fork."""
+        self._check_process()
         with self._condition:
             self._condition.wait_for(self._ready)
             return self._pop(StopIteration)
 
     async def get_async(self) -> Any:
-        """Wait for the next item without holding a thread. Raises StopAsyncIteration at the end, or what ended it."""
+        """`get` without holding a thread. Raises StopAsyncIteration at the end."""
+        self._check_process()
         while True:
             with self._condition:
                 if self._ready():
@@ -47,6 +51,10 @@ class Mailbox:
                 future = loop.create_future()
                 self._waiter = (loop, future)
             await future
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(f"this request runs in process {self._process}, before the fork: nothing comes in here")
 
     def _ready(self) -> bool:
         return bool(self._items) or self._ended

@@ -13,8 +13,10 @@ A sampler or a logits processor that is not specmlx's is honoured row by row (fo
 """
 
 import copy
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
@@ -41,6 +43,7 @@ class Policy:
         sequential: True if rows are handled one by one, with a look at the device each; `reason` says why.
         reason: one line, or None.
         serve: says what makes the kernels of acceptance.
+        call: runs a callable of the user's with its arguments.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Policy:
                 raise ValueError(f"{what} must be callable, got {value!r}: use specmlx.make_{what}")
         self.noise = Noise(seed)
         self.serve: Serve = kernel_factory
+        self.call: Callable = operator.call
         ours = isinstance(self.sampler, Sampler)
         if not ours and seed is not None:
             raise ValueError(f"seed={seed} needs a sampler of specmlx.make_sampler: this one has randomness of its own")
@@ -231,7 +235,7 @@ class RoundPolicy:
             for processor in policy.processors:
                 logits = processor.rows(history, logits, tokens)
         if policy.sequential:
-            processors = policy.processors if policy.foreign_processors else ()
+            processors = [partial(policy.call, p) for p in policy.processors] if policy.foreign_processors else ()
             return foreign.accept_rows(tokens, logits, history, processors, self._draw_row(indices))
         logprobs = normalise(logits)
         if policy.rule != "rejection":
@@ -245,7 +249,7 @@ class RoundPolicy:
     def _draw_row(self, indices):
         policy = self.policy
         if policy.rule == "sampler-match":
-            return lambda lane, row, logprobs: policy.sampler(logprobs)
+            return lambda lane, row, logprobs: policy.call(policy.sampler, logprobs)
         # All lanes' draw of this row: a lane's noise is found by its place in the batch.
         return lambda lane, row, logprobs: policy.draw(
             mx.broadcast_to(logprobs[:, None], (len(indices), 1, logprobs.shape[-1])),
