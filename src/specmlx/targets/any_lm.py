@@ -16,7 +16,7 @@ from specmlx.state.layers import Pass
 from specmlx.targets.drafting import Drafted
 from specmlx.targets.taps import Outline
 
-_EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")
 _SHAPE = (
     "intermediate_size",
     "num_attention_heads",
@@ -99,10 +99,10 @@ class AnyLM(Drafted, nn.Module):
     @property
     def embedding(self) -> nn.Module:
         """The table of embeddings. Raises ValueError where the model's code has it under no name that is known."""
-        for name in _EMBEDDINGS:
+        for name in EMBEDDINGS:
             if name in self._outline.inner:
                 return self._outline.inner[name]
-        raise ValueError(f"{self.config.model_type} has no table of embeddings named {' or '.join(_EMBEDDINGS)}")
+        raise ValueError(f"{self.config.model_type} has no table of embeddings named {' or '.join(EMBEDDINGS)}")
 
     def embed_tokens(self, ids: mx.array) -> mx.array:
         """Embeddings `[..., D]` of token ids `[...]`, as they are in the table."""

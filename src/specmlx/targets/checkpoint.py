@@ -19,6 +19,7 @@ from specmlx.targets.config import MODEL_TYPES, UNFIT, HybridConfig, check_targe
 from specmlx.targets.gguf import gguf_files, load_gguf
 from specmlx.targets.hybrid import Model
 from specmlx.targets.sharding import shard, shard_any
+from specmlx.targets.tied_head import settle_head
 
 # Where ModelOpt says how it quantized, in older exports.
 MODELOPT = "hf_quant_config.json"
@@ -59,11 +60,13 @@ def load_target(
         _check_known(config, path)
     tensors = tensors_of(path)
     check_sizes(config, tensors, path)
+    weights = read_weights(path)
+    settle_head(config, weights, path)
     try:
         if hybrid and (is_scaled(tensors) or any(entry.dtype.startswith("F8") for entry in tensors.values())):
-            model = _load_scaled(read_weights(path), config, strict)
+            model = _load_scaled(weights, config, strict)
         else:
-            model, config = _load_plain(read_weights(path), config, hybrid, strict)
+            model, config = _load_plain(weights, config, hybrid, strict)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
     except UNFIT as error:

@@ -4,7 +4,7 @@ import re
 
 import mlx.core as mx
 
-_OTHER_MODELS = ("visual", "vision_tower", "vision_model", "mtp")
+OTHER_MODELS = ("visual", "vision_tower", "vision_model", "mtp")
 _OFFSET_NORMS = (
     ".input_layernorm.weight",
     ".post_attention_layernorm.weight",
@@ -22,7 +22,7 @@ def sanitize(weights: dict[str, mx.array], tied: bool) -> dict[str, mx.array]:
     their norms, stored as w - 1, get 1 added (as mlx-lm does). Experts with tensors of their own, or whose gate and
     up projections are one tensor, become mlx-lm's `switch_mlp`. Converted files and a second call change nothing.
     """
-    weights = {_renamed(k): v for k, v in weights.items() if not any(part in _OTHER_MODELS for part in k.split("."))}
+    weights = {_renamed(k): v for k, v in weights.items() if not any(part in OTHER_MODELS for part in k.split("."))}
     raw = any(k.endswith("conv1d.weight") and v.shape[-1] != 1 for k, v in weights.items())
     sanitized = {}
     for key, value in weights.items():
