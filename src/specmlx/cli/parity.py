@@ -78,11 +78,13 @@ def parity(
         )
         from specmlx.kernels.backend import on_metal
         from specmlx.loading import choose_kernels
-        from specmlx.receipts.parity import verdicts, verdicts_by_choice
+        from specmlx.places import resolve
+        from specmlx.receipts.parity import rope_note, verdicts, verdicts_by_choice
 
         drafters = _drafters(model, draft_model, num_draft_tokens, drafting)
         ids = [template.ids(tokenizer, text) for text in texts]
         others = _reference(files, sampling, tokenizer, ids, max_tokens) if reference else {}
+        note = rope_note(model, resolve(files.model)) if reference else None
         settings = {
             "num_draft_tokens": num_draft_tokens,
             "seed": sampling.seed,
@@ -106,9 +108,10 @@ def parity(
                     place = f"prompt {len(found)} of {len(ids)}, {name}{kernels}"
                     say(f"{place}: {parity_report.line(verdict, tokenizer)}", out)
         if as_json:
-            say(json.dumps(parity_report.as_object(target.model, texts, results, tokenizer, default)), out)
+            report = parity_report.as_object(target.model, texts, results, tokenizer, default)
+            say(json.dumps(report | ({"note": note} if note else {})), out)
         else:
-            for line in parity_report.summary(results, default):
+            for line in (*parity_report.summary(results, default), *([note] if note else [])):
                 say(line, out)
     passed = all(verdict.passed for found in results.values() for verdict in found)
     click.get_current_context().exit(0 if passed else 1)

@@ -60,6 +60,21 @@ def rope_parameters(config: dict[str, Any], share: float | None = None) -> dict[
     return rope
 
 
+def rope_at_top(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields that a config's `rope_parameters` come to at its top, without those that it has there.
+
+    Most of mlx-lm's models read their rope from the top, transformers 5 doesn't write it there. Nothing where there is
+    a rope for each kind of layer: models that have such read them by themselves.
+    """
+    rope = config.get("rope_parameters")
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        return {}
+    top = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if rope.get(name) is not None}
+    if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+        top["rope_scaling"] = rope | {"type": kind}
+    return {name: value for name, value in top.items() if config.get(name) is None}
+
+
 def _check(rope: dict[str, Any]) -> None:
     kind = rope["rope_type"]
     read(rope, "rope_theta", float, above=1)

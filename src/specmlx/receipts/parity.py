@@ -11,6 +11,7 @@ import mlx.core as mx
 from specmlx.drafters.proposal import Drafter
 from specmlx.generation import stream_generate
 from specmlx.speculation.stats import Stats
+from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 
 
@@ -171,6 +172,20 @@ def decode_mlx_lm(
             if token in stops:
                 break
         yield Decoded(tuple(tokens), tuple(margins))
+
+
+def rope_note(model: Model | AnyLM, path: str | Path) -> str | None:
+    """A line that says so where mlx-lm turns rows otherwise than specmlx, which reads ropes as transformers does."""
+    from mlx_lm.utils import load_model
+
+    ropes = []
+    for each in (model if isinstance(model, Model) else model.lm, load_model(Path(path), lazy=True)[0]):
+        ropes.append([module for name, module in each.named_modules() if name.endswith("self_attn.rope")])
+    # Wider than any head: the dims behind what a rope turns stay.
+    rows = mx.ones((1, 1, 64, 2048))
+    if all(mx.array_equal(a(rows), b(rows)).item() for a, b in zip(*ropes, strict=False)):
+        return None
+    return "mlx-lm reads config.json's rope otherwise than transformers, as which specmlx reads it: texts may differ"
 
 
 def compare(plain: Decoded, other: Decoded) -> Verdict:

@@ -10,7 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from specmlx.formats.config import text_of
 from specmlx.formats.identity import fingerprint
+from specmlx.formats.rope import rope_at_top
 from specmlx.state.caches import CacheStates
 from specmlx.state.layers import Pass
 from specmlx.targets.drafting import Drafted
@@ -187,7 +189,7 @@ class AnyLM(Drafted, nn.Module):
 
 def _config(model: nn.Module, config: dict[str, Any]) -> LMConfig:
     args = vars(model.args) if hasattr(model, "args") else {}
-    text = {**config, **(config.get("text_config") or {}), **(args.get("text_config") or {}), **args}
+    text = {**text_of(config), **(args.get("text_config") or {}), **args}
     sizes = {}
     for name in ("hidden_size", "vocab_size"):
         if not isinstance(value := text.get(name, config.get(name)), int):
@@ -195,7 +197,7 @@ def _config(model: nn.Module, config: dict[str, Any]) -> LMConfig:
         sizes[name] = value
     model_type = str(text.get("model_type") or config.get("model_type"))
     shape = {name: text[name] for name in _SHAPE if isinstance(text.get(name), int) and text[name] > 0}
-    rope = {**(text.get("rope_parameters") or {}), **text}.get("rope_theta")
+    rope = {**text, **rope_at_top(text)}.get("rope_theta")
     return LMConfig(
         model_type,
         num_hidden_layers=len(model.layers),

@@ -12,6 +12,7 @@ from mlx.utils import tree_map_with_path
 from specmlx.formats.checkpoint import eos_token_ids, read_config, read_weights, tensors_of
 from specmlx.formats.dense import column_major
 from specmlx.formats.header import Entry
+from specmlx.formats.rope import rope_at_top
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import SCALES, place
 from specmlx.targets.any_lm import AnyLM
@@ -58,6 +59,7 @@ def load_target(
     hybrid = config["model_type"] in MODEL_TYPES
     if not hybrid:
         _check_known(config, path)
+        config |= rope_at_top(config)
     tensors = tensors_of(path)
     check_sizes(config, tensors, path)
     weights = read_weights(path)
