@@ -84,7 +84,7 @@ def parity(
         drafters = _drafters(model, draft_model, num_draft_tokens, drafting)
         ids = [template.ids(tokenizer, text) for text in texts]
         others = _reference(files, sampling, tokenizer, ids, max_tokens) if reference else {}
-        note = rope_note(model, resolve(files.model)) if reference else None
+        rope = rope_note(model, resolve(files.model)) if reference else None
         settings = {
             "num_draft_tokens": num_draft_tokens,
             "seed": sampling.seed,
@@ -109,9 +109,9 @@ def parity(
                     say(f"{place}: {parity_report.line(verdict, tokenizer)}", out)
         if as_json:
             report = parity_report.as_object(target.model, texts, results, tokenizer, default)
-            say(json.dumps(report | ({"note": note} if note else {})), out)
+            say(json.dumps(report | ({"note": rope} if rope else {})), out)
         else:
-            for line in (*parity_report.summary(results, default), *([note] if note else [])):
+            for line in (*parity_report.summary(results, default), *([rope] if rope else [])):
                 say(line, out)
     passed = all(verdict.passed for found in results.values() for verdict in found)
     click.get_current_context().exit(0 if passed else 1)
