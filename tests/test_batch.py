@@ -1,5 +1,6 @@
 """Batches: each lane is what it would be alone, whatever runs beside it."""
 
+import math
 import random
 
 import mlx.core as mx
@@ -142,6 +143,28 @@ def test_a_lane_decides_as_it_would_alone_whatever_rules_the_others_follow():
         )
         assert mx.array_equal(logprobs[i], scores[0])
         assert lanes.lane(i).draft(drafts[i : i + 1], 0)[0].tolist() == want.tolist()
+
+
+def test_a_lane_whose_logits_are_spoilt_fails_alone_with_their_position(tokenizer):
+    model = tiny(0, **SMALL)
+    nothing = make_logits_processors({token: -math.inf for token in range(model.vocab_size)})
+
+    def spoils(tokens, logits):
+        return logits + (math.nan if len(tokens) == len(PROMPTS[1]) + 2 else 0)
+
+    processors = [None, [spoils], nothing, None]
+    drafting = dict(draft_model=load_drafter("ngram", model), num_draft_tokens=2)
+    for options in ({}, drafting):
+        found = batch_generate(model, tokenizer, PROMPTS[:4], max_tokens=6, logits_processors=processors, **options)
+        where = [len(PROMPTS[1]) + 2, len(PROMPTS[2])]
+        assert [str(error) for error in found.errors[1:3]] == [
+            f"the logits for token {at} are NaN or infinite after the logits processors" for at in where
+        ]
+        assert [stats.generation_tokens for stats in found.request_stats] == [6, 2, 0, 6]
+        alone = [generate(model, tokenizer, PROMPTS[i], max_tokens=6) for i in (0, 3)]
+        assert found.errors[::3] == [None, None] and found.texts[::3] == alone
+        with pytest.raises(RuntimeError, match=f"token {where[0]} are NaN or infinite after"):
+            generate(model, tokenizer, PROMPTS[1], max_tokens=6, logits_processors=[spoils], **options)
 
 
 def test_a_lane_that_fails_fails_alone(tokenizer):

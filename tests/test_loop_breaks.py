@@ -198,18 +198,66 @@ def test_an_interrupt_at_any_line_leaves_a_conversation_that_goes_on():
     assert line > 300
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("index", range(6))
-def test_bad_logits_are_an_error_with_their_position_after_all_that_came_before(value, index):
+def spoils(at: int, value: float, only: int | None = None):
+    """A processor that puts the value into the logits of one position: into all of them, or one."""
+
+    def processor(tokens, logits):
+        spoilt = mx.full(logits.shape, value) if only is None else mx.where(mx.arange(V) == only, value, logits)
+        return spoilt if len(tokens) == at else logits
+
+    return processor
+
+
+def picky(logprobs):
+    if mx.any(mx.isnan(logprobs)).item():
+        raise ValueError("the sampler can't take NaN")
+    return mx.argmax(logprobs, axis=-1)
+
+
+NOTHING = make_logits_processors({token: -math.inf for token in range(V)})
+BAD = [math.nan, math.inf, -math.inf]
+POLICIES = {
+    "greedy": Policy(),
+    "rejection": Policy(make_sampler(1e-6)),
+    "coupled": Policy(make_sampler(1e-6), seed=1),
+    "processors": Policy(processors=make_logits_processors(repetition_penalty=1.0)),
+    "a sampler": Policy(lambda logprobs: mx.argmax(logprobs, axis=-1)),
+    "a picky sampler": Policy(picky),
+    "repairs": Policy(processors=[lambda tokens, logits: mx.nan_to_num(logits, posinf=0, neginf=0)]),
+}
+
+
+# A processor may make something of a row of which nothing is left.
+@pytest.mark.parametrize("policy, value", [*itertools.product(POLICIES, BAD)][:-1])
+@pytest.mark.parametrize("index", [0, 3, 5])
+def test_bad_logits_are_an_error_with_their_position_after_all_that_came_before(policy, value, index):
     at = len(PROMPT) + index
-    run = Run(TableTarget(spoilt={at: value})).start(drafter=drafter(), width=4)
-    with pytest.raises(RuntimeError, match=f"token {at} are NaN or infinite"):
+    run = Run(TableTarget(spoilt={at: value})).start(policy=POLICIES[policy], drafter=drafter(), width=4)
+    with pytest.raises(RuntimeError, match=f"logits for token {at} are NaN or infinite") as raised:
         run.take()
+    assert ("target's" in str(raised.value)) == (policy != "processors" or value != -math.inf)
     assert run.given == TEXT[len(PROMPT) : at]
     run.target.spoilt = {}
     text = run.conversation.tokens + [8]
     run.start(prompt=[8], max_tokens=5)
     assert run.take() == oracle(text, 5)
+
+
+@pytest.mark.parametrize("value", BAD)
+@pytest.mark.parametrize("sampler", [None, make_sampler(1e-6), picky], ids=["greedy", "sampled", "picky"])
+def test_logits_that_processors_spoil_are_an_error_with_their_position(value, sampler):
+    at = len(PROMPT) + 3
+    for only in (None, 5) if value != -math.inf else (None,):
+        policy = Policy(sampler, [spoils(at, value, only)])
+        run = Run().start(policy=policy, drafter=drafter(), width=4)
+        with pytest.raises(RuntimeError, match=f"^the logits for token {at} are NaN or infinite after the logits proc"):
+            run.take()
+        assert run.given == TEXT[len(PROMPT) : at]
+    run = Run().start(policy=Policy(sampler, NOTHING), drafter=drafter(), width=4)
+    with pytest.raises(RuntimeError, match=f"^the logits for token {len(PROMPT)} are NaN or infinite after the logits"):
+        run.take()
+    # One of them is no fault.
+    assert Run().start(policy=Policy(sampler, [spoils(at, -math.inf, TEXT[at] ^ 1)])).take(5) == TEXT[len(PROMPT) :][:5]
 
 
 def test_bad_logits_of_a_row_that_is_rejected_do_not_matter():

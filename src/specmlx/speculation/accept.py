@@ -12,13 +12,20 @@ import mlx.core as mx
 from specmlx.kernels import accept
 from specmlx.kernels.choice.serving import Serve, kernel_factory
 
+# What is wrong with the logits of a row: the target's own are NaN or +inf, or what the processors made of them is.
+TARGETS, PROCESSED = 1, 2
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one round delivers: `accepted` [B] int32 leading proposal tokens, then `next_anchor` [B] int32."""
+    """What one round delivers: `accepted` [B] int32 leading proposal tokens, then `next_anchor` [B] int32.
+
+    faults: [B, γ + 1] int32, what is wrong with each row's logits, 0 where nothing is. A row with a fault has no token.
+    """
 
     accepted: mx.array
     next_anchor: mx.array
+    faults: mx.array | None = None
 
 
 def accept_match(tokens: mx.array, target_tokens: mx.array) -> Outcome:

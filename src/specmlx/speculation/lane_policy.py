@@ -1,7 +1,7 @@
 """The policies of B lanes as one: lanes that sample alike are drawn for together, each with its own noise."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -84,13 +84,14 @@ class LanePolicy:
             except Exception as error:
                 self._failed(group, error)
                 nothing = mx.zeros((1,), dtype=mx.int32)
-                outcome, scores = Outcome(nothing, nothing), mx.zeros_like(self._rows(logits, group))
+                outcome, scores = Outcome(nothing, nothing, nothing[:, None]), self._rows(logits, group)[:, :1]
             if missing := logits.shape[1] - scores.shape[1]:
                 scores = mx.pad(scores, [(0, 0), (0, missing), (0, 0)], constant_values=mx.nan)
+                outcome = replace(outcome, faults=mx.pad(outcome.faults, [(0, 0), (0, missing)]))
             outcomes.append(outcome)
             logprobs.append(scores)
-        accepted = self._by_lane([outcome.accepted for outcome in outcomes])
-        return Outcome(accepted, self._by_lane([o.next_anchor for o in outcomes])), self._by_lane(logprobs)
+        parts = zip(*((o.accepted, o.next_anchor, o.faults) for o in outcomes), strict=True)
+        return Outcome(*(self._by_lane([*part]) for part in parts)), self._by_lane(logprobs)
 
     def lane(self, index: int) -> "LanePolicy":
         """The policy of one lane alone."""

@@ -174,9 +174,7 @@ class Lanes:
         conversation, n = lane.conversation, 0
         try:
             for token in read.tokens(self.target.vocab_size):
-                if read.bad_rows[n]:
-                    where = len(conversation.processed) + 1
-                    raise RuntimeError(f"the target's logits for token {where} are NaN or infinite")
+                read.check(n, len(conversation.processed) + 1)
                 lane.history.append(token)
                 drafted = n < read.accepted
                 lane.stats.deliver(from_draft=drafted)

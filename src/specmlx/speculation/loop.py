@@ -63,7 +63,7 @@ def generate_tokens(
     With `lookahead`, the next round is issued to the device before this one is read, and is dropped without trace where
     it turns out not to be wanted.
     Raises ValueError for an empty prompt, a width outside 0..drafter.max_width, max_tokens of 0 and proposals outside
-    the vocabulary; RuntimeError, with the position, for logits that are NaN or +inf.
+    the vocabulary; RuntimeError, with the position, for logits that are NaN or infinite.
     """
     if len(prompt) == 0:
         raise ValueError("the prompt is empty: give at least one token")
@@ -122,7 +122,7 @@ def generate_tokens(
         (read,) = round.read(conversation.states)
         before, read_at = read_at, time.perf_counter()
         stats.device_seconds += round.sent + read_at - waiting
-        given, accepted, bad_rows = read.tokens(target.vocab_size), read.accepted, read.bad_rows
+        given, accepted = read.tokens(target.vocab_size), read.accepted
         taken = before and round_seconds(read_at - before, away, read_at - waiting, overlapped)
         widths.observed(round.width, accepted, taken)
         away = 0.0
@@ -130,9 +130,7 @@ def generate_tokens(
         stats.explain(reason, widths.reason)
 
         for n, token in enumerate(given):
-            if bad_rows[n]:
-                where = len(conversation.processed) + 1
-                raise RuntimeError(f"the target's logits for token {where} are NaN or infinite")
+            read.check(n, len(conversation.processed) + 1)
             history.append(token)
             stats.deliver(from_draft=n < accepted)
             finish = finish_reason(token, stop_tokens, stats.generation_tokens, max_tokens)

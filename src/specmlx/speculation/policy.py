@@ -24,7 +24,7 @@ from specmlx.drafters.proposal import Draws, among
 from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.draft_head import top_k
 from specmlx.speculation import foreign
-from specmlx.speculation.accept import Outcome, accept_best, accept_rejection
+from specmlx.speculation.accept import PROCESSED, TARGETS, Outcome, accept_best, accept_rejection
 from specmlx.speculation.noise import Noise
 from specmlx.speculation.processors import Processor, Tokens
 from specmlx.speculation.sampling import Sampler
@@ -218,8 +218,8 @@ class RoundPolicy:
                 the left with -1; needed with processors only (ValueError).
 
         Returns:
-            The outcome, and logprobs [B, γ + 1, V] as mlx-lm yields them: after the processors, before the
-            filters, in the model's dtype. Rows that a sequential policy didn't reach are NaN.
+            The outcome with its faults, and logprobs [B, γ + 1, V] as mlx-lm yields them: after the processors,
+            before the filters, in the model's dtype. Rows that a sequential policy didn't reach are NaN.
         """
         policy = self.policy
         history = self.history if history is None else history
@@ -230,21 +230,34 @@ class RoundPolicy:
             )
         if policy.processors and history is None:
             raise ValueError("logits processors need history=: pass the tokens up to the anchor")
-        indices = self._indices(0, logits.shape)
+        indices, given = self._indices(0, logits.shape), logits
         if not policy.foreign_processors:
             for processor in policy.processors:
                 logits = processor.rows(history, logits, tokens)
         if policy.sequential:
             processors = [partial(policy.call, p) for p in policy.processors] if policy.foreign_processors else ()
-            return foreign.accept_rows(tokens, logits, history, processors, self._draw_row(indices))
-        logprobs = normalise(logits)
+            outcome, logprobs = foreign.accept_rows(tokens, logits, history, processors, self._draw_row(indices))
+            return self._with_faults(outcome, given, outcome.faults), logprobs
+        # NaN or +inf in any logit shows in their sum, and so does that none is left.
+        total = mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs, faults = logits - total, ~mx.isfinite(total[..., 0])
         if policy.rule != "rejection":
-            return accept_best(tokens, *policy.scores(logprobs, indices), serve=policy.serve), logprobs
+            outcome = accept_best(tokens, *policy.scores(logprobs, indices), serve=policy.serve)
+            return self._with_faults(outcome, given, faults), logprobs
         p = mx.exp(policy.log_probs(logprobs, indices))
         u = policy.noise.uniform("accept", indices[:, :-1])
         # One draw a round: it is keyed by the round's first index, which no other round has.
         noise = policy.noise.gumbel("residual", indices[:, :1], logits.shape[-1])[:, 0]
-        return accept_rejection(tokens, q, p, u, noise, policy.serve), logprobs
+        outcome = accept_rejection(tokens, q, p, u, noise, policy.serve)
+        return self._with_faults(outcome, given, faults), logprobs
+
+    def _with_faults(self, outcome: Outcome, given: mx.array, faults: mx.array) -> Outcome:
+        """The outcome with the faults of its rows: of those that leave no token, and of the logits as `given`."""
+        faults = faults.astype(mx.int32) * (PROCESSED if self.policy.processors else TARGETS)
+        if self.policy.processors:
+            total = mx.logsumexp(given, axis=-1)
+            faults = mx.where(mx.isnan(total) | (total == mx.inf), TARGETS, faults)
+        return replace(outcome, faults=faults)
 
     def _draw_row(self, indices):
         policy = self.policy

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from specmlx.drafters.proposal import Drafter, Proposal
-from specmlx.speculation.accept import Outcome
+from specmlx.speculation.accept import TARGETS, Outcome
 from specmlx.speculation.drafting import observe, observe_ahead
 from specmlx.speculation.policy import Policy
 from specmlx.state.conversation import Conversation, Observable
@@ -24,18 +24,25 @@ class Verifier(Protocol):
 
 
 class Delivery(NamedTuple):
-    """What the host reads of one lane's round: the proposal, how much of it is kept, what follows, NaN or inf rows."""
+    """What the host reads of one lane's round: the proposal, how much of it is kept, what follows, its rows' faults."""
 
     drafted: list[int]
     accepted: int
     next_anchor: int
-    bad_rows: list[int]
+    faults: list[int]
 
     def tokens(self, vocab_size: int) -> list[int]:
         """The tokens that leave. Raises ValueError for a proposal outside the vocabulary."""
         if outside := [token for token in self.drafted if not 0 <= token < vocab_size]:
             raise ValueError(f"the drafter proposed token {outside[0]}: the vocabulary has {vocab_size}")
         return [*self.drafted[: self.accepted], self.next_anchor]
+
+    def check(self, row: int, position: int) -> None:
+        """Raises RuntimeError where the row of a token, which would be at `position`, has a fault."""
+        if self.faults[row] == TARGETS:
+            raise RuntimeError(f"the target's logits for token {position} are NaN or infinite")
+        if self.faults[row]:
+            raise RuntimeError(f"the logits for token {position} are NaN or infinite after the logits processors")
 
 
 class Acceptance(Protocol):
@@ -50,7 +57,7 @@ class Round:
 
     proposal: of γ tokens. verified: the pass over its T = γ + 1 rows. outcome: what is kept.
     observable: the rows and their taps. logprobs: by lane, its T rows `[V]`, which any thread may read: evaluated.
-    report: `[B, 2 + γ + T]` int32, all that the host reads: accepted, next anchor, the proposal, which rows are bad.
+    report: `[B, 2 + γ + T]` int32, all that the host reads: accepted, next anchor, the proposal, the rows' faults.
     sent: seconds that handing it to the device took.
     """
 
@@ -135,9 +142,8 @@ def check(
     rows = mx.concatenate([anchor[:, None], drafts], axis=1)
     verified = target.verify(states, rows, tap_ids)
     outcome, logprobs = policy.accept(proposal.tokens, proposal.q, verified.logits)
-    bad = mx.any(mx.isnan(verified.logits) | (verified.logits == mx.inf), axis=-1)
     heads = (outcome.accepted[:, None], outcome.next_anchor[:, None])
-    report = mx.concatenate([*heads, proposal.tokens, bad.astype(mx.int32)], axis=1)
+    report = mx.concatenate([*heads, proposal.tokens, outcome.faults], axis=1)
     observable = Observable(rows, verified.features)
     scores = [list(lane) for lane in logprobs]
     outputs = [report, outcome.accepted, outcome.next_anchor, scores, *evaluated]

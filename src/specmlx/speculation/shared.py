@@ -132,7 +132,7 @@ class _SharedRound:
     def accept(self, tokens: mx.array, q: mx.array | None, logits: mx.array) -> tuple[Outcome, mx.array]:
         outcome, logprobs = self.policy.accept(tokens, q, logits)
         both = from_first(self.group, mx.stack([outcome.accepted, outcome.next_anchor]))
-        return Outcome(both[0], both[1]), logprobs
+        return Outcome(both[0], both[1], outcome.faults), logprobs
 
 
 class SharedWidths(AutoWidth):
