@@ -172,7 +172,7 @@ model_options = grouped(
         help="Target: a directory, a Hub id (owner/name, or owner/name@revision), or demo.",
     ),
     click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Instead of the files' own."),
-    click.option("--adapter-path", metavar="DIR", help="LoRA or DoRA adapters."),
+    click.option("--adapter-path", metavar="DIR", help="LoRA or DoRA adapters, mlx-lm's or PEFT's."),
     click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer's own code."),
     click.option("--consistent", is_flag=True, help="On Metal: one kernel for every number of rows, for equal bits."),
 )

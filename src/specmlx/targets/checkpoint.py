@@ -15,6 +15,7 @@ from specmlx.formats.header import Entry
 from specmlx.formats.rope import rope_at_top
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import SCALES, place
+from specmlx.targets.adapters import add_adapter, read_adapter
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.config import MODEL_TYPES, UNFIT, HybridConfig, check_target
 from specmlx.targets.gguf import gguf_files, load_gguf
@@ -45,12 +46,15 @@ def load_target(
     ValueError in one line for what mlx-lm does not know, what can't be split over the group, and for missing, extra,
     corrupt or truncated weights.
     """
+    if adapter_path is not None and group is not None:
+        raise ValueError(f"the adapter {adapter_path} can't be split over processes: run mlx_lm.fuse first")
+    adapter = None if adapter_path is None else (Path(adapter_path), read_adapter(Path(adapter_path)))
     if files := gguf_files(path):
         if model_config:
             raise ValueError(f"model_config can't change {files[0].name}: leave it out")
         model, config = load_gguf(files)
         config |= eos_token_ids(config, files[0].parent)
-        return _finished(model, config, path, dtype, lazy, adapter_path, group), config
+        return _finished(model, config, path, dtype, lazy, adapter, group), config
     config = read_config(path)
     if "quantization_config" not in config and (path / MODELOPT).exists():
         config["quantization_config"] = read_config(path, MODELOPT)
@@ -74,7 +78,7 @@ def load_target(
     except UNFIT as error:
         what = _one_line(error) or "no reason given"
         raise ValueError(f"{path}/config.json is not as mlx-lm reads it: {type(error).__name__}: {what}") from None
-    return _finished(model, config, path, dtype, lazy, adapter_path, group), config
+    return _finished(model, config, path, dtype, lazy, adapter, group), config
 
 
 def _finished(
@@ -83,17 +87,15 @@ def _finished(
     path: Path,
     dtype: mx.Dtype | None,
     lazy: bool,
-    adapter_path: str | None,
+    adapter: tuple[Path, dict[str, Any]] | None,
     group: mx.distributed.Group | None,
 ) -> Model | AnyLM:
-    if adapter_path is not None:
-        model = _with_adapters(model, adapter_path)
+    if adapter is not None:
+        model = add_adapter(model, *adapter)
     if dtype is not None:
         cast(model, dtype)
     model.eval()
     if group is not None:
-        if adapter_path is not None:
-            raise ValueError(f"the adapter {adapter_path} can't be split over processes: run mlx_lm.fuse first")
         shard(model, group) if isinstance(model, Model) else shard_any(model, config, group)
     if mx.default_device() == mx.cpu:
         column_major(model)
@@ -176,15 +178,6 @@ def _check_known(config: dict[str, Any], path: Path) -> None:
         raise ValueError(
             f"{path} has model_type {kind!r}, which mlx-lm {__version__} can't run: try a newer one"
         ) from None
-
-
-def _with_adapters(model: Any, adapter_path: str) -> Any:
-    from mlx_lm.utils import load_adapters
-
-    try:
-        return load_adapters(model, adapter_path)
-    except (OSError, RuntimeError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"can't load the adapter {adapter_path}: {_one_line(error)}") from None
 
 
 def _one_line(error: Exception) -> str:
