@@ -119,6 +119,20 @@ TARGETS = (
         "scaled/fp8",
     ),
     Row(
+        "AWQ in 4 bits (`gemm`), dense",
+        "runs by mlx-lm's reading, in float16; the logits of the weights that the codes mean within 2e-3",
+        "by hand, by AutoAWQ's order of codes",
+        ("test_quantization_config::test_awq_gives_the_logits_of_the_weights_that_its_codes_mean",),
+        ("test_quantization_config::test_a_quantization_that_can_not_be_read_is_named_before_a_weight_is_read",),
+    ),
+    Row(
+        "GPTQ, bitsandbytes, int4 of compressed-tensors, AWQ of other kinds, others",
+        "refused, with the method's name",
+        "by hand",
+        (),
+        ("test_quantization_config::test_a_quantization_that_can_not_be_read_is_named_before_a_weight_is_read",),
+    ),
+    Row(
         "GGUF `qwen35` and `qwen35moe`: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K packed; Q6_K and floats dense",
         "runs; every value to the last bit, transformers' logits within 2e-5, its ids of the file's own tokenizer",
         "gguf 0.19",

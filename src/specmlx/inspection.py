@@ -11,6 +11,7 @@ from specmlx.drafters.pairing import is_split_mtp
 from specmlx.formats.checkpoint import read_config, shards_of
 from specmlx.formats.gguf import GGUF, read_gguf
 from specmlx.formats.header import Entry
+from specmlx.formats.quantization import check_quantization
 from specmlx.formats.scaled import is_scaled
 from specmlx.targets.config import MODEL_TYPES, HybridConfig
 from specmlx.targets.gguf import config_of, gguf_files
@@ -145,6 +146,8 @@ def _read(config: dict[str, Any], tensors: dict[str, Entry]) -> tuple[str, str, 
         geometry = {k: v for k, v in text.items() if type(v) is int and k.endswith(("_size", "_layers", "_heads"))}
     if any(re.search(GROUPS[MTP], name) for name in tensors):
         geometry["mtp"] = True
+    _, unread = _tried(lambda: check_quantization(config, model_type in MODEL_TYPES) or {})
+    questions += unread
     return TARGET, model_type, geometry, questions
 
 

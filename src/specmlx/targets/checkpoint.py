@@ -12,6 +12,7 @@ from mlx.utils import tree_map_with_path
 from specmlx.formats.checkpoint import eos_token_ids, read_config, read_weights, tensors_of
 from specmlx.formats.dense import column_major
 from specmlx.formats.header import Entry
+from specmlx.formats.quantization import scheme, scheme_name
 from specmlx.formats.rope import rope_at_top
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import SCALES, place
@@ -57,7 +58,7 @@ def load_target(
         return _finished(model, config, path, dtype, lazy, adapter, group), config
     config = read_config(path)
     if "quantization_config" not in config and (path / MODELOPT).exists():
-        config["quantization_config"] = read_config(path, MODELOPT)
+        config["quantization_config"] = {"quant_method": "modelopt"} | read_config(path, MODELOPT)
     config |= eos_token_ids(config, path) | (model_config or {})
     check_target(config, path)
     hybrid = config["model_type"] in MODEL_TYPES
@@ -74,7 +75,9 @@ def load_target(
         else:
             model, config = _load_plain(weights, config, hybrid, strict)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"can't load the weights of {path}: {_one_line(error)}") from None
+        found = scheme(config)
+        note = "" if found is None else f", quantized by {scheme_name(found)}"
+        raise ValueError(f"can't load the weights of {path}{note}: {_one_line(error)}") from None
     except UNFIT as error:
         what = _one_line(error) or "no reason given"
         raise ValueError(f"{path}/config.json is not as mlx-lm reads it: {type(error).__name__}: {what}") from None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from specmlx.formats.config import MOST, read, read_field, shown, text_of
+from specmlx.formats.quantization import check_quantization
 from specmlx.formats.rope import MOST_POSITIONS, max_length, rope_parameters, rotary_dims
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -138,6 +139,7 @@ def check_target(config: dict[str, Any], path: Path | str) -> None:
         raise ValueError(f"{path} has model_type {shown(model_type)}: its config.json is no language model's")
     try:
         read(config, "draft_model", str, None)
+        check_quantization(config, hybrid=model_type in MODEL_TYPES)
         if model_type in MODEL_TYPES:
             HybridConfig.from_dict(config)
     except ValueError as error:
