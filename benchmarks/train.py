@@ -24,7 +24,6 @@ from specmlx.training.dataset import read_rows
 from specmlx.training.drafter import draft_loss, sample_anchors
 from specmlx.training.geometry import KINDS, drafter_config, mask_token
 from specmlx.training.run import LOSSES, Run, Settings
-from specmlx.training.target import BLOCK
 
 BATCHES, LENGTHS = (1, 4), (128, 512)
 
@@ -45,7 +44,7 @@ def shares(model, tokenizer, rows, settings: Settings, folder: Path) -> dict[str
     batches = [run.batches(step) for step in range(max(0, settings.steps - 5), settings.steps)]
     clock = time.perf_counter()
     for tokens, *_ in batches:
-        mx.eval(model.scored(tokens[:, :-1], run.drafter.tap_ids, BLOCK))
+        mx.eval(model.scored(tokens[:, :-1], run.drafter.tap_ids))
     target = (time.perf_counter() - clock) / len(batches) * settings.steps
     steps = total - measuring
     return {

@@ -12,7 +12,7 @@ from specmlx.scheduler import Job, Scheduler
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
 
-# Below, on and above the grid of 64 rows; one token alone.
+# Below, at and above a step of 64 rows; one token alone.
 PROMPTS = [[7, 8, 9] * 30, [4], [20] * 64, [30, 31] * 33, [5] * 3, list(range(10, 140))]
 COUNTS = [19, 30, 7, 12, 1, 24]
 

@@ -38,23 +38,13 @@ def pair(request, tmp_path_factory):
     return tiny(3, FORMATS[name], 4 if name == "4-bit" else None, **SMALL), tokenizer
 
 
-def rounding(model) -> float:
-    """How far states may be from a cold run's, as a share of a layer's largest value (or of 1, if that is less)."""
-    return 0.02 if model.dtype == mx.bfloat16 else 1e-5
-
-
-def off(cold: list[mx.array], warm: list[mx.array]) -> float:
-    largest = (max(1.0, mx.abs(x.astype(mx.float32)).max().item()) for x in cold)
-    return max(mx.abs(a - b).max().item() / most for a, b, most in zip(cold, warm, largest, strict=True))
-
-
 @pytest.mark.linux_bits
-def test_a_prompt_reused_at_grid_points_equals_a_cold_run_bit_for_bit(pair):
+def test_a_reused_prompt_equals_a_cold_run_bit_for_bit(pair):
     prompt = ids(1, 200)
     edited = prompt[:120] + ids(2, 80)
     cache = PromptCache(checkpoint_every=64, keep_answers=False)
     run(*pair, prompt, cache, n=1)
-    for asked, cached in ((prompt, 192), ([*prompt, 5], 192), (prompt[:192], 128), (edited, 64)):
+    for asked, cached in ((prompt, 199), (prompt[:199], 128), (edited, 64)):
         cold, warm, last = cold_and_warm(*pair, asked, cache)
         assert last.cached_tokens == cached and last.prompt_tokens == len(asked)
         assert same_bits(cold, warm)
@@ -62,42 +52,51 @@ def test_a_prompt_reused_at_grid_points_equals_a_cold_run_bit_for_bit(pair):
 
 @pytest.mark.linux_bits
 def test_every_split_leaves_the_state_of_a_cold_run(pair, request):
-    # Across a grid point where that takes least time, else within a block.
     model, n = pair[0], 70 if request.node.callspec.id == "random fp32" else 20
     prompt = tokens(4, n, 282)
     whole = everything(take(Conversation(prefilled(model, prompt), prompt[0].tolist())))
     for k in range(1, n):
         first = Conversation(prefilled(model, prompt[:, :k]), prompt[0, :k].tolist())
-        first.exact = k
         snapshot = take(first)
-        assert snapshot.exact == (k == 64)
         conversation = restore(snapshot, model.new_states(), 128)
         for _ in model.prefill(conversation.states, prompt[:, k:]):
             pass
         conversation.processed = prompt[0].tolist()
-        found = everything(take(conversation, snapshot.piece))
-        assert same_bits(whole, found) if snapshot.exact else off(whole, found) < rounding(model)
+        assert same_bits(whole, everything(take(conversation, snapshot.piece))), k
 
 
 @pytest.mark.linux_bits
 def test_random_splits_widths_and_acceptances_change_no_bit(pair):
     rng, counts = random.Random(0), set()
-    for prompt in (ids(1, 97), ids(2, 140)):
+    for prompt in (ids(1, 97), ids(2, 30)):
         n, fresh = len(prompt), PromptCache(keep_answers=True)
         given, _ = run(*pair, prompt, fresh, n=12)
         text = prompt + given
         cold = everything(after(fresh, text[:-1]))
         for _ in range(4):
-            k, cache = rng.randrange(65, n), PromptCache(keep_answers=False)
-            run(*pair, [*prompt[:k], 7], cache, n=1)
-            cache.keep_answers = True
+            k, cache = rng.randrange(1, n), PromptCache(keep_answers=True)
+            run(*pair, prompt[:k], cache, n=1)
             right, width = right_with(rng.random(), rng.randrange(9)), rng.randrange(1, 8)
             scripted = ScriptedDrafter(text, right, width, tap_ids=())
             warm, last = run(*pair, prompt, cache, 12, scripted, num_draft_tokens="full")
-            assert last.cached_tokens == k // 64 * 64 and warm == given
+            assert last.cached_tokens == k and warm == given
             assert same_bits(cold, everything(after(cache, text[:-1])))
             counts.add(tuple(last.stats.accept_histogram))
     assert len(counts) > 4, "the rounds accept alike: a weak test"
+
+
+@pytest.mark.linux_bits
+def test_six_turns_with_kept_answers_and_files_equal_six_cold_runs(pair, tmp_path):
+    prompt, cache = [], PromptCache(keep_answers=True)
+    for turn in range(6):
+        prompt = prompt + ids(turn, 15)
+        cold, warm, last = cold_and_warm(*pair, prompt, cache)
+        assert last.cached_tokens == max(len(prompt) - 16, 0) and same_bits(cold, warm)
+        prompt = cache.snapshots()[-1][1].ids.tolist() + [last.token]
+        if turn % 2:
+            cache.save(tmp_path / "prompts")
+            cache = PromptCache(keep_answers=True)
+            cache.load(tmp_path / "prompts")
 
 
 @pytest.mark.linux_bits
@@ -111,31 +110,23 @@ def test_a_template_that_drops_thoughts_reuses_all_but_the_answer(pair):
     run(model, tokenizer, first, cache)
     messages += [dict(role="assistant", content="a fox"), dict(role="user", content="and the cat " * 9)]
     second = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True)
-    held = [(s.length, s.exact) for _, s, _ in cache.snapshots()]
     stable = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    assert held == [(stable // 64 * 64, True)]
+    system = tokenizer.apply_chat_template(messages[:1], tokenize=False) + "<|im_start|>user\n"
+    shared = len(tokenizer.encode(system)) - 1
+    # The last token of either may be merged with what follows.
+    assert [s.length for _, s, _ in cache.snapshots()] == [shared, stable - 1]
     cold, warm, last = cold_and_warm(model, tokenizer, second, cache)
-    assert last.cached_tokens == stable // 64 * 64 and same_bits(cold, warm)
-
-
-def test_a_reused_answer_equals_a_cold_run_by_rounding(pair):
-    prompt, cache = ids(6, 150), PromptCache()
-    answer, _ = run(*pair, prompt, cache, n=30)
-    longer = [*prompt, *answer, *ids(6, 90)]
-    cold, warm, last = cold_and_warm(*pair, longer, cache)
-    assert last.cached_tokens == 150 + len(answer) - 1 > 170
-    assert not after(cache, longer[: last.cached_tokens]).exact and not after(cache, longer[:256]).exact
-    assert off(cold, warm) < rounding(pair[0])
-    exact = PromptCache(exact=True)
-    run(*pair, prompt, exact, n=30)
-    _, last = run(*pair, longer, exact)
-    assert last.cached_tokens == 128 and all(s.exact for _, s, _ in exact.snapshots())
+    assert last.cached_tokens == stable - 1 and same_bits(cold, warm)
+    other = [messages[0], dict(role="user", content="lazy " * 9)]
+    other = tokenizer.apply_chat_template(other, tokenize=True, add_generation_prompt=True)
+    cold, warm, last = cold_and_warm(model, tokenizer, other, cache)
+    assert last.cached_tokens == shared and same_bits(cold, warm)
 
 
 @pytest.mark.linux_bits
-def test_six_turns_of_the_demo_in_4_bits_say_the_same_on_reused_answers():
-    # In float32: tests/test_chat.py, which counts the tokens that run as well. In bfloat16 a tie may fall otherwise.
-    model, tokenizer = demo("4-bit")
+def test_six_turns_of_the_demo_in_bf16_say_the_same_on_reused_answers():
+    # In float32: tests/test_chat.py, which counts the tokens that run as well.
+    model, tokenizer = demo("bf16")
     model.attach(specmlx.load_drafter("demo/dspark", model))
     warm, cold = (Dialogue(model, tokenizer, max_tokens=40, num_draft_tokens="full") for _ in range(2))
     cold.prompt_cache = PromptCache(max_bytes=0)
@@ -143,4 +134,4 @@ def test_six_turns_of_the_demo_in_4_bits_say_the_same_on_reused_answers():
         question = f"Can you count from {10 + turn} up to {22 + turn}?"
         given = [[response.token for response in talk.ask(question)] for talk in (warm, cold)]
         assert given[0] == given[1] and len(given[0]) > 8
-    assert warm.prompt_cache.counters.hits == 5 and any(not s.exact for _, s, _ in warm.prompt_cache.snapshots())
+    assert warm.prompt_cache.counters.hits == 5

@@ -36,16 +36,17 @@ def test_thoughts_between_tool_calls_are_not_counted_on(fp32, chatting):
     chat = [dict(role=role, content=content) for role, content in turns]
     prompt = chatting.apply_chat_template(chat, tokenize=True, add_generation_prompt=True)
     asked = chatting.apply_chat_template(chat[:3], tokenize=True, add_generation_prompt=False)
+    header = len(chatting.encode("<|im_start|>assistant\n"))
     cache = PromptCache()
     run(fp32, chatting, prompt, cache)
     lengths = [s.length for _, s, _ in cache.snapshots()]
-    assert lengths == [len(asked) // 64 * 64, (len(prompt) - 2) // 64 * 64]
+    assert lengths == [len(asked) + header - 1, len(prompt) - len(chatting.encode("<think>\n")) - 1]
 
 
 def test_a_prefill_shows_the_drafter_what_it_will_still_see():
     assert [*spans(0, 10_000, [], None)] == [(10_000, True)]
-    assert [*spans(0, 10_000, [], 100)] == [(9856, False), (10_000, True)]
-    assert [*spans(100, 10_000, [4096], 100)] == [(3968, False), (4096, True), (9856, False), (10_000, True)]
+    assert [*spans(0, 10_000, [], 100)] == [(9900, False), (10_000, True)]
+    assert [*spans(100, 10_000, [4096], 100)] == [(3996, False), (4096, True), (9900, False), (10_000, True)]
     assert [*spans(0, 150, [64, 128], 4096)] == [(64, True), (128, True), (150, True)]
     assert [*spans(70, 70, [64], 9)] == []
 
@@ -100,6 +101,6 @@ def test_a_snapshot_is_left_where_two_prompts_part(fp32, tokenizer):
     cache, cached = PromptCache(keep_answers=False), []
     for prompt in prompts:
         cached.append(run(fp32, tokenizer, prompt, cache, n=1)[1].cached_tokens)
-    assert cached == [0, 0, 128]
-    assert sorted(s.length for _, s, _ in cache.snapshots()) == [128, 192, 192, 192]
-    assert [*cache.snapshots()[-1][1].ids] == prompts[-1][:192]
+    assert cached == [0, 0, 150]
+    assert sorted(s.length for _, s, _ in cache.snapshots()) == [150, 229, 229, 229]
+    assert [*cache.snapshots()[-1][1].ids] == prompts[-1][:229]

@@ -14,7 +14,7 @@ from scripted import ScriptedDrafter, all_right, right_with
 from specmlx.generation import generate, stream_generate
 from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-# Long and short ones, on and off the 64-row grid.
+# Long and short ones.
 PROMPTS = [[7, 8, 9] * 30, [4], [11, 12, 13], [20] * 70]
 
 

@@ -15,7 +15,7 @@ VARIANTS = {"fp32": {}, "bf16": dict(dtype=mx.bfloat16), "4-bit": dict(bits=4)}
 FORMATS = {
     "8": dict(kv_bits=8, quantized_kv_start=0),
     "4 from 64 on": dict(kv_bits=4, quantized_kv_start=64),
-    "int8 from 128 on": dict(kv_bits="int8", quantized_kv_start=100),
+    "int8 from 100 on": dict(kv_bits="int8", quantized_kv_start=100),
 }
 
 

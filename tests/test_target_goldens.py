@@ -9,7 +9,7 @@ import pytest
 from specmlx.targets.checkpoint import load_target
 
 GOLDENS = Path(__file__).parent / "goldens"
-# How the rows go in: a prompt, three single steps, a verify of eight, and more prompt off the 64-row grid.
+# How the rows go in: a prompt, three single steps, a verify of eight, and more prompt.
 PARTS = [("prefill", 150), ("verify", 1), ("verify", 1), ("verify", 1), ("verify", 8), ("prefill", 65)]
 
 

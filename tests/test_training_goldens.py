@@ -34,7 +34,7 @@ class Given:
         assert mx.array_equal(tokens, self.arrays["tokens"][:, :-1])
         return self.arrays["hidden"], None
 
-    def scored(self, tokens, tap_ids, block):
+    def scored(self, tokens, tap_ids):
         return self.lm_head(self.features(tokens)[0]), self.arrays["features"]
 
     def embed_tokens(self, ids):

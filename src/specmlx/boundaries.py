@@ -36,16 +36,19 @@ def turns(tokenizer: Any) -> Turns | None:
 def stable(ids: Sequence[int], around: Turns | None) -> list[int]:
     """How many first ids of a prompt the next turn's prompt will begin with, as far as the template alone can tell.
 
-    Two places: where the answer is asked for (what is behind may be rendered differently once there is one), and where
-    the first answer after the last question begins (thoughts between tool calls are dropped at the next question).
-    Without turns in the ids the whole prompt is stable.
+    Three places: where the answer is asked for (what is behind may be rendered differently once there is one), where
+    the first answer after the last question begins (thoughts between tool calls are dropped at the next question), and
+    where the system prompt ends, with which other chats begin. Without turns in the ids the whole prompt is stable.
     """
     if around is None or (last := _find(ids, around.answer, last=True)) is None:
         return [len(ids)]
-    question = _find(ids, around.question, last=True)
-    first = _find(ids, around.answer, start=question or 0)
+    first = _find(ids, around.answer, start=_find(ids, around.question, last=True) or 0)
     # The last token may yet be merged with what follows it.
-    return sorted({place + len(around.answer) - 1 for place in (first, last) if place is not None})
+    places = {place + len(around.answer) - 1 for place in (first, last) if place is not None}
+    begun = _find(ids, around.question)
+    if begun is not None and begun < _find(ids, around.answer):
+        places.add(begun + len(around.question) - 1)
+    return sorted(places)
 
 
 def keeps(tokenizer: Any, answer: str, ids: Sequence[int], around: Turns | None) -> bool:

@@ -100,7 +100,7 @@ def stream_generate(
             and a warning.
         kv_bits, kv_group_size: keys and values of the attention layers in mlx's format of so many bits (2 to 8) with a
             scale for so many elements; kv_bits "int8": 8 bits with one float32 scale per token and head.
-        quantized_kv_start: from this many tokens on, rounded up to a multiple of 64; the first ones too, then.
+        quantized_kv_start: from this many tokens on; the first ones too, then.
         profile: take decoding's time apart, in the last response's `stats.phases`. Each phase is then waited for, so it
             is slower than usual.
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from specmlx import boundaries
 from specmlx.drafters.proposal import Drafter, Fingerprinted, Packable
-from specmlx.kernels.gated_delta import GRID
 from specmlx.speculation.drafting import observe
 from specmlx.state.conversation import Conversation, Draft
 from specmlx.state.prefix import Snapshot, restore, take
@@ -14,6 +13,9 @@ from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import CHECKPOINT, TURN, PromptCache
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
+
+# Fewer rows are not worth a snapshot; buffers begin with room for as many of the answer.
+_FEW = 64
 
 
 class Reuse:
@@ -42,7 +44,7 @@ class Reuse:
         self._begun_with = snapshot
         self._drafter = drafter if isinstance(drafter, Fingerprinted) else None
         empty = model.new_states() if kv_format is None else model.new_states(1, kv_format)
-        self.conversation = Conversation(empty) if snapshot is None else restore(snapshot, empty, len(ids) + GRID)
+        self.conversation = Conversation(empty) if snapshot is None else restore(snapshot, empty, len(ids) + _FEW)
         self.length = len(self.conversation.processed)
         if snapshot is not None and self._drafter is not None:
             self._draft(snapshot.drafts.get(self._drafter.fingerprint))
@@ -80,15 +82,19 @@ class Reuse:
             self.cache.demote(self.namespace, begun)
 
     def _marks(self) -> dict[int, int]:
-        """Row counts on the grid, from a block behind the rows that are in up to one token before the prompt's end."""
+        """Row counts up to one token before the prompt's end, none soon behind the rows that are in or another one."""
         most = len(self.ids) - 1
         every = self.cache.checkpoint_every
-        turns = [min(place, most) // GRID * GRID for place in boundaries.stable(self.ids, self._turns)]
+        turns = [min(place, most) for place in boundaries.stable(self.ids, self._turns)]
         # Too near to the end to save much: the turn's own snapshot is there.
         marks = dict.fromkeys(range(every, max(turns) - every // 2, every), CHECKPOINT)
-        junction = self.cache.common(self.namespace, self.ids) // GRID * GRID
+        junction = self.cache.common(self.namespace, self.ids)
         marks |= dict.fromkeys([*turns, junction], TURN)
-        return {at: kind for at, kind in marks.items() if self.length + GRID <= at <= most}
+        kept, last = {}, self.length
+        for at in sorted(marks):
+            if at >= last + _FEW:
+                kept[at], last = marks[at], at
+        return kept
 
     def _at_mark(self, conversation: Conversation) -> None:
         self._put(conversation, self.marks[conversation.states.length])

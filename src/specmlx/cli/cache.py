@@ -28,8 +28,7 @@ def list_(paths: tuple[Path, ...]) -> None:
         say(f"{path}: {_count(held, 'snapshot')} of {model}, {path.stat().st_size / 1e6:.1f} MB")
         for namespace, snapshot, _ in sorted(held, key=lambda found: -found[1].length):
             drafts = _count(snapshot.drafts, "drafter")
-            exact = "exact" if snapshot.exact else "after decoded tokens"
-            say(f"  {snapshot.length} tokens, {exact}, {drafts}, model {namespace[:8]}")
+            say(f"  {snapshot.length} tokens, {drafts}, model {namespace[:8]}")
 
 
 @cache.command()

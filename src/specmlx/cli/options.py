@@ -247,7 +247,7 @@ kv_options = grouped(
         type=int,
         default=5000,
         show_default=True,
-        help="From this many tokens on, rounded up to a multiple of 64.",
+        help="From this many tokens on.",
     ),
 )
 

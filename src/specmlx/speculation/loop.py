@@ -59,7 +59,7 @@ def generate_tokens(
 
     Whenever a token has left, the conversation holds exactly what the user was given, so it may be dropped there and
     taken over by another request. `cached` are ids of the prompt that the conversation holds already: logits processors
-    see them too. Prefill calls `at_mark` once it has as many rows as one of `marks` says (on the grid).
+    see them too. Prefill calls `at_mark` once it has as many rows as one of `marks` says.
     With `lookahead`, the next round is issued to the device before this one is read, and is dropped without trace where
     it turns out not to be wanted.
     Raises ValueError for an empty prompt, a width outside 0..drafter.max_width, max_tokens of 0 and proposals outside

@@ -55,7 +55,6 @@ def prefill(
             rows = mx.array([ids[at - start : stop - start]], dtype=mx.int32)
             taps = watching.tap_ids if watching else ()
             for tokens, features in target.prefill(conversation.states, rows, taps, step_size):
-                conversation.prefilled(at)
                 if watching:
                     conversation.unobserved = Observable(tokens, features)
                     observe(conversation, drafter, later and stop not in marks)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from specmlx.formats.sealed import load_sealed, save_sealed
-from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates
 from specmlx.state.quantized_kv import KVFormat, of_arrays
@@ -49,9 +48,8 @@ class Conversation:
     `draft` is the last drafter's context; `unobserved` the rows that it has not seen (as many as `states.count`).
     One request at a time owns it: `claim` takes it over, and an older owner's next step raises.
     An interrupt may fall anywhere: ids are recorded before their rows enter the states, and `settle` takes back those
-    whose rows did not. `exact` counts the first rows that are as a cold prefill would have left them, bit for bit.
-    `model` is the fingerprint of the model whose states these are; None where it is not known. `max_kv_size`: the most
-    tokens that it may hold, if there is a limit of its own.
+    whose rows did not. `model` is the fingerprint of the model whose states these are; None where it is not known.
+    `max_kv_size`: the most tokens that it may hold, if there is a limit of its own.
     """
 
     def __init__(self, states: LayerStates, processed: list[int] | None = None, pending: int | None = None):
@@ -60,7 +58,6 @@ class Conversation:
         self.pending = pending
         self.draft: Draft | None = None
         self.unobserved: Observable | None = None
-        self.exact = 0
         self.model: str | None = None
         self.max_kv_size: int | None = None
         self._owner = 0
@@ -68,7 +65,7 @@ class Conversation:
     def __deepcopy__(self, memo: dict) -> "Conversation":
         """Another conversation that goes on from here, as copies of mlx-lm's caches do; its drafter starts here."""
         copied = Conversation(self.states.copy(), self.processed[: self.states.length], self.pending)
-        copied.exact, copied.model, copied.max_kv_size = self.exact, self.model, self.max_kv_size
+        copied.model, copied.max_kv_size = self.model, self.max_kv_size
         return copied
 
     @property
@@ -105,11 +102,6 @@ class Conversation:
         """Make record and states agree after whatever ended a request: a pass that it left open is dropped."""
         self.states.abort()
         del self.processed[self.states.length :]
-
-    def prefilled(self, start: int) -> None:
-        """Rows from `start` on went in by prefill, in blocks from there: exact, on the grid and behind exact ones."""
-        if self.exact == start and start % GRID == 0:
-            self.exact = self.states.length
 
     def owned_by(self, owner: int) -> bool:
         return owner == self._owner

@@ -13,7 +13,6 @@ from hashlib import blake2b
 import mlx.core as mx
 import numpy as np
 
-from specmlx.kernels.gated_delta import GRID
 from specmlx.state import caches
 from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
@@ -60,15 +59,12 @@ class Snapshot:
     """A conversation after its first `length` rows.
 
     recurrent: the Gated DeltaNet layers' states by layer, without tapes.
-    exact: whether a cold prefill of the same ids leaves these very bits and goes on from them (DESIGN of the grid:
-        only grid-prefilled rows, `length` on the grid).
     drafts: by drafter, its packed context at the same boundary (see `drafters.proposal.Packable`).
-    caches: mlx-lm's own, of a model that is run by its own code; the piece has ids only, and nothing is exact.
+    caches: mlx-lm's own, of a model that is run by its own code; the piece has ids only.
     """
 
     piece: Piece
     recurrent: dict[int, Recurrent]
-    exact: bool
     drafts: dict[str, dict[str, mx.array]] = field(default_factory=dict)
     caches: list | None = None
 
@@ -120,7 +116,7 @@ def take(
     if isinstance(conversation.states, CacheStates):
         copies = caches.clones(conversation.states)
         mx.eval(caches.arrays(copies), drafts)
-        return Snapshot(Piece(ids[start:], {}, before), {}, False, drafts, copies)
+        return Snapshot(Piece(ids[start:], {}, before), {}, drafts, copies)
     lanes = slice(lane, lane + 1)
     kvs, recurrent = {}, {}
     for i, layer in enumerate(conversation.states.folded()):
@@ -130,7 +126,7 @@ def take(
             kvs[i] = layer.with_arrays([mx.contiguous(x[lanes, :, start:length]) for x in layer.arrays()])
     mx.eval([*(kv.arrays() for kv in kvs.values())], [x[:2] for x in recurrent.values()], drafts)
     piece = before if start == length and before is not None else Piece(ids[start:], kvs, before)
-    return Snapshot(piece, recurrent, conversation.exact >= length and length % GRID == 0, drafts)
+    return Snapshot(piece, recurrent, drafts)
 
 
 def restore(snapshot: Snapshot, empty: LayerStates | CacheStates, capacity: int) -> Conversation:
@@ -154,9 +150,7 @@ def restore(snapshot: Snapshot, empty: LayerStates | CacheStates, capacity: int)
     empty.open(Pass(snapshot.length, layers))
     empty.evaluate()
     empty.commit(snapshot.length)
-    conversation = Conversation(empty, snapshot.ids.tolist())
-    conversation.exact = snapshot.length if snapshot.exact else 0
-    return conversation
+    return Conversation(empty, snapshot.ids.tolist())
 
 
 def _joined(kvs: list[KV], capacity: int) -> KV:
@@ -174,7 +168,7 @@ def spans(start: int, stop: int, marks: Collection[int], window: int | None) -> 
     It needs the last `window` rows before each of `marks`, where its context is kept, and before `stop`.
     """
     ends = [mark for mark in marks if start < mark < stop] + [stop]
-    needed = [(max(end - window, 0) // GRID * GRID if window else 0, end) for end in ends]
+    needed = [(max(end - window, 0) if window else 0, end) for end in ends]
     cuts = sorted({cut for cut in (*ends, *(first for first, _ in needed)) if start < cut <= stop})
     for cut in cuts:
         yield cut, any(first <= start and cut <= end for first, end in needed)

@@ -11,7 +11,9 @@ from specmlx.state.prefix import Piece, Snapshot
 from specmlx.state.quantized_kv import of_arrays
 from specmlx.state.recurrent import Recurrent
 
-FORMAT = "specmlx-prompts-1"
+FORMAT = "specmlx-prompts-2"
+# Its states were computed by another form of the delta rule: they are not those of a cold run.
+FORMER = "specmlx-prompts-1"
 
 Held = tuple[str, Snapshot, int]
 
@@ -46,7 +48,6 @@ def pack(held: Iterable[Held]) -> tuple[dict[str, mx.array], dict[str, Any]]:
             {
                 "namespace": namespace,
                 "class": kind,
-                "exact": snapshot.exact,
                 "piece": numbers[snapshot.piece],
                 "layers": sorted(snapshot.recurrent),
                 "drafts": {drafter: sorted(packed) for drafter, packed in snapshot.drafts.items()},
@@ -71,6 +72,6 @@ def unpack(arrays: dict[str, mx.array], description: str) -> list[Held]:
         at = f"snapshot.{n}"
         recurrent = {i: Recurrent(arrays[f"{at}.{i}.S"], arrays[f"{at}.{i}.conv"]) for i in entry["layers"]}
         drafts = {d: {name: arrays[f"{at}.{d}.{name}"] for name in names} for d, names in entry["drafts"].items()}
-        snapshot = Snapshot(pieces[entry["piece"]], recurrent, entry["exact"], drafts)
+        snapshot = Snapshot(pieces[entry["piece"]], recurrent, drafts)
         held.append((entry["namespace"], snapshot, entry["class"]))
     return held

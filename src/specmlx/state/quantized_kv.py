@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from specmlx.kernels.attention import Stored
-from specmlx.kernels.gated_delta import GRID
 from specmlx.state.kv import KV, reserve, write
 
 INT8 = "int8"
@@ -54,7 +53,7 @@ class KVFormat:
     """How an attention layer keeps its rows once it has `start` of them: all that it has then, and those to come.
 
     bits and group_size: mlx's affine format, groups along the head. group_size None: int8 with one float32 scale per
-    row and head. start is on the grid, so that no block of prefill is in two formats.
+    row and head.
     """
 
     bits: int
@@ -71,14 +70,13 @@ class KVFormat:
             return None
         if quantized_kv_start < 0:
             raise ValueError(f"quantized_kv_start is {quantized_kv_start}: it must be 0 or more")
-        start = -(-quantized_kv_start // GRID) * GRID
         if kv_bits == INT8:
-            return cls(8, None, start)
+            return cls(8, None, quantized_kv_start)
         if kv_bits not in _BITS:
             raise ValueError(f"kv_bits is {kv_bits!r}: it can be {', '.join(map(str, _BITS))} or {INT8}")
         if kv_group_size not in _GROUPS:
             raise ValueError(f"kv_group_size is {kv_group_size}: it can be {', '.join(map(str, _GROUPS))}")
-        return cls(kv_bits, kv_group_size, start)
+        return cls(kv_bits, kv_group_size, quantized_kv_start)
 
     @property
     def name(self) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from specmlx.formats.sealed import format_of, load_sealed, save_sealed
-from specmlx.kernels.gated_delta import GRID
+from specmlx.kernels.gated_delta import STEP
 from specmlx.state import prompt_file
 from specmlx.state.prefix import Piece, Snapshot, digests
 
@@ -51,7 +52,6 @@ class PromptCache:
     """A store over many prompts, given as `prompt_cache=` to `generate`, whose prompts then are whole conversations.
 
     max_bytes: the budget; default: a quarter of the device's recommended working set (on the CPU: of the RAM).
-    exact: keep and read only snapshots from which a request equals a cold one bit for bit.
     checkpoint_every: tokens between two snapshots inside of a long prompt, rounded up to a multiple of 64.
     keep_answers: whether the state after an answer is kept as well; None asks the tokenizer's chat template whether the
         next prompt will hold the answer as it was generated.
@@ -63,7 +63,6 @@ class PromptCache:
         self,
         max_bytes: int | None = None,
         *,
-        exact: bool = False,
         checkpoint_every: int = 4096,
         keep_answers: bool | None = None,
     ):
@@ -72,8 +71,7 @@ class PromptCache:
         if checkpoint_every < 1:
             raise ValueError(f"checkpoint_every is {checkpoint_every}: it must be at least 1")
         self.max_bytes = int(SHARE * usable_memory()) if max_bytes is None else max_bytes
-        self.exact = exact
-        self.checkpoint_every = -(-checkpoint_every // GRID) * GRID
+        self.checkpoint_every = -(-checkpoint_every // STEP) * STEP
         self.keep_answers = keep_answers
         self._lock = threading.RLock()
         # Least recently used first.
@@ -157,23 +155,15 @@ class PromptCache:
         return most
 
     def put(self, namespace: str, snapshot: Snapshot, kind: int = TURN) -> Snapshot:
-        """Keep a snapshot, and get the one that now stands for its ids.
-
-        Of two with the same ids the exact one stays, with the drafters' contexts of both.
-        """
-        if self.exact and not snapshot.exact:
-            return snapshot
+        """Keep a snapshot, and get the one that now stands for its ids: the first, with all drafters' contexts."""
         key = (namespace, snapshot.key)
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
                 entry = _Entry(snapshot, kind)
             else:
-                kept, other = entry.snapshot, snapshot
-                if snapshot.exact and not kept.exact:
-                    kept, other = other, kept
                 self._remove(key)
-                entry.snapshot = replace(kept, drafts=other.drafts | kept.drafts)
+                entry.snapshot = replace(entry.snapshot, drafts=snapshot.drafts | entry.snapshot.drafts)
                 entry.kind = max(kind, entry.kind)
             self._entries[key] = entry
             self._lengths.setdefault(namespace, Counter())[snapshot.length] += 1
@@ -193,7 +183,7 @@ class PromptCache:
         lengths = sorted(n for n in self._lengths.get(namespace, ()) if n < len(ids))
         for digest in reversed([*digests(ids, lengths)]):
             entry = self._entries.get((namespace, digest))
-            if entry is not None and (entry.snapshot.exact or not self.exact):
+            if entry is not None:
                 self._entries[namespace, digest] = self._entries.pop((namespace, digest))
                 return entry
         return None
@@ -244,7 +234,13 @@ def is_saved_cache(path: str | Path) -> bool:
 
 
 def read(path: str | Path) -> tuple[list[prompt_file.Held], dict[str, str]]:
-    """What a saved `PromptCache` held (namespace, snapshot, class), and its metadata; ValueError as of `load`."""
+    """What a saved `PromptCache` held (namespace, snapshot, class), and its metadata; ValueError as of `load`.
+
+    Nothing, with a warning, of a file of the last version.
+    """
+    if format_of(Path(path)) == prompt_file.FORMER:
+        warnings.warn(f"{path} is of an older specmlx: its prompts are run again", stacklevel=1)
+        return [], {}
     arrays, header = load_sealed(Path(path), prompt_file.FORMAT)
     try:
         return prompt_file.unpack(arrays, header["snapshots"]), json.loads(header["metadata"])

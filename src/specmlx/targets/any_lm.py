@@ -110,8 +110,8 @@ class AnyLM(Drafted, nn.Module):
         """Embeddings `[..., D]` of token ids `[...]`, as they are in the table."""
         return self.embedding(ids)
 
-    def scored(self, tokens: mx.array, tap_ids: Sequence[int] = (), block: int | None = None):
-        """Logits `[B, T, V]` and taps `[B, T, F]` of whole sequences `[B, T]`; `block` is for hybrids.
+    def scored(self, tokens: mx.array, tap_ids: Sequence[int] = ()):
+        """Logits `[B, T, V]` and taps `[B, T, F]` of whole sequences `[B, T]`.
 
         Raises ValueError where a tapped layer returns no rows `[B, T, D]`.
         """

@@ -5,7 +5,7 @@ import mlx.nn as nn
 from mlx_lm.models.activations import precise_swiglu
 
 from specmlx.kernels.choice.serving import Serve, kernel_factory
-from specmlx.kernels.gated_delta import GRID, delta_rule, factory
+from specmlx.kernels.gated_delta import factory, prefill, prefill_factory
 from specmlx.kernels.linear import added, products
 from specmlx.state.recurrent import Recurrent
 from specmlx.targets.config import HybridConfig
@@ -49,8 +49,10 @@ class GatedDeltaNet(nn.Module):
 
     def on_kernel(self, dtype: mx.Dtype) -> bool:
         """See `Served`."""
-        sizes = (self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim)
-        return factory(dtype, *sizes, self._serve) is not None
+        sizes = dict(Hk=self.num_k_heads, Hv=self.num_v_heads, Dk=self.head_k_dim, Dv=self.head_v_dim)
+        # What runs prompts is checked at the same time.
+        prefill_factory(**sizes, serve=self._serve)
+        return factory(dtype, **sizes, serve=self._serve) is not None
 
     def serve_by(self, serve: Serve) -> None:
         """Ask `serve` for the kernel of the delta rule."""
@@ -73,12 +75,10 @@ class GatedDeltaNet(nn.Module):
             mx.zeros((batch, self.conv_kernel_size - 1, self.conv_dim), dtype=dtype),
         )
 
-    def prefill(
-        self, x: mx.array, state: Recurrent, residual: mx.array | None, block: int = GRID
-    ) -> tuple[mx.array, Recurrent]:
-        """Rows `[B, T, D]` that are all kept, in blocks from the first row on, plus `residual`; `state` has no tape."""
-        q, k, v, log_g, beta, conv_input, z = self._project(x, state.conv)
-        y, S = delta_rule(state.S, q, k, v, log_g, beta, block)
+    def prefill(self, x: mx.array, state: Recurrent, residual: mx.array | None) -> tuple[mx.array, Recurrent]:
+        """Rows `[B, T, D]` that are all kept, plus `residual`; `state` has no tape."""
+        q, k, v, g, beta, conv_input, z = self._project(x, state.conv)
+        y, S = prefill(state.S, q, k, v, g, beta, None if self.training else self._serve)
         conv = mx.contiguous(conv_input[:, -(self.conv_kernel_size - 1) :])
         return self._output(y, z, residual), Recurrent(S, conv)
 
@@ -87,8 +87,8 @@ class GatedDeltaNet(nn.Module):
     ) -> tuple[mx.array, Recurrent]:
         """Rows `[B, T, D]` of which none is kept yet, after the first `count` rows of the last pass were; see above."""
         conv = state.conv_after(count)
-        q, k, v, log_g, beta, conv_input, z = self._project(x, conv)
-        S, y, tape = state.advance(count, q, k, v, mx.exp(log_g), beta, serve=self._serve)
+        q, k, v, g, beta, conv_input, z = self._project(x, conv)
+        S, y, tape = state.advance(count, q, k, v, g, beta, serve=self._serve)
         conv_rows = conv_input[:, self.conv_kernel_size - 1 :]
         return self._output(y, z, residual), Recurrent(S, conv, tape, conv_rows)
 
@@ -105,8 +105,8 @@ class GatedDeltaNet(nn.Module):
         eps = 1e-6 * scale**2
         q = scale**2 * mx.fast.rms_norm(q, None, eps)
         k = scale * mx.fast.rms_norm(k, None, eps)
-        log_g = -mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(a + self.dt_bias)
-        return q, k, v, log_g, mx.sigmoid(b), conv_input, z
+        g = mx.exp(-mx.exp(self.A_log.astype(mx.float32)) * nn.softplus(a + self.dt_bias))
+        return q, k, v, g, mx.sigmoid(b), conv_input, z
 
     def _conv(self, conv_input: mx.array, T: int) -> mx.array:
         if not self.training:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.formats.identity import fingerprint
-from specmlx.kernels.gated_delta import GRID
+from specmlx.kernels.gated_delta import STEP
 from specmlx.state.kv import visible
 from specmlx.state.layers import Layer, LayerStates, Origin, Pass
 from specmlx.state.quantized_kv import KVFormat
@@ -172,12 +172,12 @@ class Model(Drafted, nn.Module):
     ) -> Iterator[tuple[mx.array, mx.array | None]]:
         """Run tokens `[B, L]` that are all kept, and yield each step's tokens and features once it is committed.
 
-        Steps end on the absolute grid of 64 rows, to which `step_size` is rounded up, so a row's bits do not depend on
-        it. No logits are computed. Raises ValueError where the lanes' lengths differ.
+        `step_size` is rounded up to a multiple of 64. On the CPU rows have the bits of `verify`, whatever the steps. No
+        logits are computed.
         """
-        step_size = -(-step_size // GRID) * GRID
+        step_size = -(-step_size // STEP) * STEP
         while tokens.shape[1]:
-            n = min(_to_grid(states) or step_size, tokens.shape[1], states.room or step_size)
+            n = min(step_size, tokens.shape[1], states.room or step_size)
             step, tokens = tokens[:, :n], tokens[:, n:]
             _, layers, features = self._rows(states, self.embed_tokens(step), tap_ids, stepped=False)
             try:
@@ -191,7 +191,7 @@ class Model(Drafted, nn.Module):
             yield step, features
 
     def _rows(self, states: LayerStates, h: mx.array, tap_ids: Sequence[int], stepped: bool):
-        """Rows after the committed ones: one by one with a tape, or in blocks where all of them will be kept."""
+        """Rows after the committed ones: with a tape, or without where all of them will be kept."""
         B, T, _ = h.shape
         origin = states.origin(T)
         mask, kv_format = _mask(origin, B, T), states.format_of(T)
@@ -206,23 +206,22 @@ class Model(Drafted, nn.Module):
 
         return self.model.rows(h, [*map(mixer, self.layers, states.layers)], tap_ids)
 
-    def features(self, tokens: mx.array, tap_ids: Sequence[int] = (), block: int = GRID):
+    def features(self, tokens: mx.array, tap_ids: Sequence[int] = ()):
         """Final hidden rows `[B, T, D]` (normed) and taps `[B, T, F]` of whole sequences `[B, T]`; differentiable."""
-        return self._whole(self.embed_tokens(tokens), tap_ids, block)
+        return self._whole(self.embed_tokens(tokens), tap_ids)
 
-    def scored(self, tokens: mx.array, tap_ids: Sequence[int] = (), block: int = GRID):
+    def scored(self, tokens: mx.array, tap_ids: Sequence[int] = ()):
         """Logits `[B, T, V]` and taps `[B, T, F]` of whole sequences `[B, T]`; differentiable."""
-        hidden, features = self.features(tokens, tap_ids, block)
+        hidden, features = self.features(tokens, tap_ids)
         return self.lm_head(hidden), features
 
-    def _whole(self, h: mx.array, tap_ids: Sequence[int] = (), block: int = GRID):
+    def _whole(self, h: mx.array, tap_ids: Sequence[int] = ()):
         B, T, _ = h.shape
         mask = "causal" if T > 1 else None
 
         def mixer(layer: DecoderLayer) -> Callable:
             if layer.is_linear:
-                state = layer.linear_attn.empty(B, h.dtype)
-                return partial(layer.linear_attn.prefill, state=state, block=block)
+                return partial(layer.linear_attn.prefill, state=layer.linear_attn.empty(B, h.dtype))
             return partial(layer.self_attn, kv=None, start=0, length=0, mask=mask)
 
         h, _, features = self.model.rows(h, [*map(mixer, self.layers)], tap_ids)
@@ -266,25 +265,12 @@ class Model(Drafted, nn.Module):
         if cache is None:
             return self.lm_head(self._whole(h)[0])
         states = stock.import_caches(cache, self.new_states(h.shape[0]), self._heads)
-        outputs = []
-        while h.shape[1]:
-            stepped = h.shape[1] <= _STEPPED
-            n = h.shape[1] if stepped else min(_to_grid(states) or h.shape[1], h.shape[1])
-            out, layers, _ = self._rows(states, h[:, :n], (), stepped)
-            states.open(Pass(n, layers))
-            states.commit(n)
-            outputs.append(out)
-            h = h[:, n:]
+        rows = h.shape[1]
+        h, layers, _ = self._rows(states, h, (), rows <= _STEPPED)
+        states.open(Pass(rows, layers))
+        states.commit(rows)
         stock.export_caches(states, cache)
-        return self.lm_head(self.model.norm(mx.concatenate(outputs, axis=1)))
-
-
-def _to_grid(states: LayerStates) -> int:
-    """Rows from the states' length to the next grid point, 0 on the grid."""
-    start = states.length
-    if not isinstance(start, int):
-        raise ValueError("prefill needs lanes of one known length: run it before they part")
-    return -start % GRID
+        return self.lm_head(self.model.norm(h))
 
 
 def _mask(origin: Origin, B: int, T: int) -> mx.array | str | None:

@@ -13,7 +13,6 @@ from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH2, DSPARK
 from specmlx.drafters.selector import CandidateSelector
 from specmlx.training.slots import acceptance_length, log_rows, normalised, slots_of, weighted_mean
-from specmlx.training.target import BLOCK
 
 LossFunction = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 
@@ -21,7 +20,7 @@ LossFunction = Callable[..., tuple[mx.array, dict[str, mx.array]]]
 class Scored(Protocol):
     """What the losses use of a target."""
 
-    def scored(self, tokens: mx.array, tap_ids: Sequence[int], block: int) -> tuple[mx.array, mx.array]:
+    def scored(self, tokens: mx.array, tap_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
         """Logits `[B, T, V]` and taps `[B, T, F]` of whole sequences `[B, T]`."""
 
 
@@ -99,7 +98,7 @@ def slot_losses(
     slot_weights = mx.exp(-mx.arange(config.max_width) / terms.decay)
 
     def values(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
-        logits, features = target.scored(tokens[:, :-1], drafter.tap_ids, block=BLOCK)
+        logits, features = target.scored(tokens[:, :-1], drafter.tap_ids)
         target_logits, features = mx.stop_gradient(logits.astype(mx.float32)), mx.stop_gradient(features)
         slots = slots_of(tokens, weights, anchors, config.max_width)
         h = _block_rows(drafter, model, tokens, features, mx.maximum(anchors, 0), grad_checkpoint)

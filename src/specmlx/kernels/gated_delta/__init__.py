@@ -1,4 +1,4 @@
-"""The gated delta rule: rows of a pass and the fold of committed ones, and the block-parallel form for prefill."""
+"""The gated delta rule: rows of a pass and the fold of committed ones, and many rows that are all kept."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,12 @@ import mlx.core as mx
 
 from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.gated_delta import metal, reference
-from specmlx.kernels.gated_delta.chunk import GRID, delta_rule
 from specmlx.kernels.gated_delta.reference import Tape, steps
 
-__all__ = ["GRID", "Tape", "advance", "delta_rule", "factory", "fold", "steps"]
+__all__ = ["STEP", "Tape", "advance", "factory", "fold", "prefill", "prefill_factory", "steps"]
+
+# Steps of a prefill are multiples of so many rows: whole chunks of mlx's operator on Metal.
+STEP = 64
 
 
 def advance(
@@ -34,7 +36,7 @@ def advance(
         y, _, new = reference.steps(base, q, k, v, g, beta)
         return base, y, new
     if tape is None:
-        tape, count = Tape(k[:, :1], mx.zeros(v[:, :1].shape), mx.zeros(g[:, :1].shape)), 0
+        tape, count = metal.no_tape(k, v, g), 0
     return metal.advance(S, tape, _per_lane(count, S.shape[0]), q, k, v, g, beta, make)
 
 
@@ -44,6 +46,34 @@ def fold(S: mx.array, tape: Tape, count: int | mx.array, serve: Serve = kernel_f
     if make is None:
         return reference.fold(S, tape, count)
     return metal.fold(S, tape, _per_lane(count, S.shape[0]), make)
+
+
+def prefill(
+    S: mx.array,
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    serve: Serve | None = kernel_factory,
+) -> tuple[mx.array, mx.array]:
+    """Outputs y `[B, T, Hv, Dv]` (q's dtype) of T rows that are all kept, and the state after them.
+
+    Shapes and dtypes are those of `reference.steps`. mlx's operator runs them, on the CPU with the bits of stepping;
+    where it is not right on Metal, our kernel, which has no gradient. With `serve` None the operator in any case.
+    """
+    # In float32: the operator rounds g and beta to q's dtype.
+    rows = [x.astype(mx.float32) for x in (q, k, v, g, beta)]
+    make = None if serve is None else prefill_factory(k.shape[2], v.shape[2], k.shape[3], v.shape[3], serve)
+    y, S = mx.fast.gated_delta_update(*rows, S) if make is None else metal.prefill(S, *rows, factory=make)
+    return y.astype(q.dtype), S
+
+
+def prefill_factory(Hk: int, Hv: int, Dk: int, Dv: int, serve: Serve = kernel_factory) -> Callable | None:
+    """What makes the kernels for a prefill by these heads, or None where mlx's operator runs it."""
+    if not metal.supports(Dk, Dv):
+        return None
+    return serve("gated_delta_prefill", mx.float32, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv)
 
 
 def factory(dtype: mx.Dtype, Hk: int, Hv: int, Dk: int, Dv: int, serve: Serve = kernel_factory) -> Callable | None:

@@ -9,6 +9,8 @@ import mlx.core as mx
 from specmlx.kernels.gated_delta.reference import Tape
 from specmlx.kernels.tuning import tuning
 
+# The most rows for which the kernel is checked.
+_PASS = 16
 _HERE = Path(__file__).parent
 
 
@@ -40,6 +42,21 @@ def advance(
         **_geometry(S, k),
     )
     return S, y, Tape(k, delta, g)
+
+
+def prefill(S: mx.array, *rows: mx.array, factory: Callable = mx.fast.metal_kernel) -> tuple[mx.array, mx.array]:
+    """The outputs of T rows (q, k, v, g, beta) from S and the state after them, in passes of at most 16 rows."""
+    ys, tape, count = [], no_tape(*rows[1:4]), mx.zeros(S.shape[:1], dtype=mx.int32)
+    for start in range(0, rows[0].shape[1], _PASS):
+        S, y, tape = advance(S, tape, count, *(x[:, start : start + _PASS] for x in rows), factory=factory)
+        count = mx.full(S.shape[:1], y.shape[1], dtype=mx.int32)
+        ys.append(y)
+    return mx.concatenate(ys, axis=1), fold(S, tape, count, factory)
+
+
+def no_tape(k: mx.array, v: mx.array, g: mx.array) -> Tape:
+    """A tape for a pass before which nothing is to be folded."""
+    return Tape(k[:, :1], mx.zeros(v[:, :1].shape), mx.zeros(g[:, :1].shape))
 
 
 def fold(S: mx.array, tape: Tape, count: mx.array, factory: Callable = mx.fast.metal_kernel) -> mx.array:
