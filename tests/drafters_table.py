@@ -139,7 +139,7 @@ DRAFTERS = (
         cases=("dflash_full", "dspark_yarn"),
     ),
     Row(
-        "MTP head in the target's files (`mtp.*`, norms as w − 1; FP8 and FP4 stay packed)",
+        "MTP head in the target's files (`mtp.*`; FP8, FP4 and mlx's codes of any bits stay packed)",
         "loads; the rows of transformers' decoder layer and norms within 1e-5, the same drafts",
         "transformers' `Qwen3_5DecoderLayer`",
         ("test_mtp::test_rows_and_drafts_are_those_of_transformers_layers",),
@@ -150,7 +150,7 @@ DRAFTERS = (
         "mtp",
     ),
     Row(
-        "MTP head in a split repository (`qwen3_5_mtp`: no prefix, norms as w)",
+        "MTP head in a split repository (`qwen3_5_mtp`: no prefix)",
         "loads; the same head as the target's files",
         "the head above by hand in mlx-vlm's layout",
         ("test_mtp::test_a_split_repository_holds_whole_norms_and_names_without_the_prefix",),

@@ -56,7 +56,11 @@ def mtp_file(path: Path) -> Path:
 def split_mtp_file(path: Path) -> Path:
     whole = mtp_file(path.with_name("whole"))
     head = load_mtp(whole, hybrid(whole))
-    config = {"model_type": "qwen3_5_mtp", "text_config": json.loads((whole / "config.json").read_text())}
+    config = {
+        "model_type": "qwen3_5_mtp",
+        "mtp_norms": "w",
+        "text_config": json.loads((whole / "config.json").read_text()),
+    }
     return write_drafter(path, config, dict(tree_flatten(head.model.parameters())))
 
 

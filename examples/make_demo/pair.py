@@ -124,7 +124,12 @@ DRAFTER_CONFIGS = {
         "confidence_head_with_markov": True,
     },
 }
-MTP_CONFIG = {"architectures": ["Qwen3_5MTP"], "model_type": "qwen3_5_mtp", "text_config": TARGET_CONFIG}
+MTP_CONFIG = {
+    "architectures": ["Qwen3_5MTP"],
+    "model_type": "qwen3_5_mtp",
+    "mtp_norms": "w",
+    "text_config": TARGET_CONFIG,
+}
 
 
 def new_target() -> Model:

@@ -172,7 +172,7 @@ def _drafter(
         _refuse_packed(head)
         config = read_config(source)
         text = config.get("text_config") or config
-        plain = {"architectures": ["Qwen3_5MTP"], "model_type": "qwen3_5_mtp", "text_config": text}
+        plain = {"architectures": ["Qwen3_5MTP"], "model_type": "qwen3_5_mtp", "mtp_norms": "w", "text_config": text}
         return dict(tree_flatten(head.parameters())), plain | {k: config[k] for k in ("quantization",) if k in config}
     path = resolve(name)
     config = read_config(path)

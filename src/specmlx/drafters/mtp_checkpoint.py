@@ -1,15 +1,17 @@
 """An MTP head from the target's own repository (`mtp.*`), or from one of its own (mlx-vlm's split)."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from specmlx.drafters.mtp import MTP, MTPHead, NormedTarget
+from specmlx.drafters.mtp_norms import RunningTarget, settle_norms
 from specmlx.drafters.pairing import is_split_mtp, mtp_reasons
 from specmlx.drafters.weights import check_names, quantize_as_stored
-from specmlx.formats.checkpoint import read_config, read_weights
+from specmlx.formats.checkpoint import read_config, read_weights, shards_of
 from specmlx.formats.dense import column_major
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import place
@@ -20,12 +22,12 @@ from specmlx.targets.weights import stacked_experts
 _PREFIX = re.compile(r"(?:model\.|language_model\.)*mtp\.")
 
 
-def load_mtp(path: str | Path, target: NormedTarget, dtype: mx.Dtype | None = None) -> MTP:
+def load_mtp(path: str | Path, target: RunningTarget, dtype: mx.Dtype | None = None) -> MTP:
     """The MTP head in a directory, paired with its target; `dtype` casts its floating-point weights.
 
-    Published files hold norms as w - 1, and so does whatever has `mtp.` names without a target's convs in mlx's layout
-    beside them; mlx exports and split repositories hold w. Raises ValueError, one line, for a directory without a head,
-    a head that doesn't fit, and missing, extra or misshapen tensors.
+    Published files hold norms as w - 1. Converted ones hold w, w - 1, or both, and no file says so but ours: norms are
+    then what the target's own text shows (see `mtp_norms`), which stderr is told. Raises ValueError, one line, for a
+    directory without a head, a head that doesn't fit, and missing, extra or misshapen tensors.
     """
     path = Path(path)
     config = read_config(path)
@@ -38,10 +40,31 @@ def load_mtp(path: str | Path, target: NormedTarget, dtype: mx.Dtype | None = No
             f"{path} has no mtp.* tensors: conversions often drop the MTP head; "
             "take the publisher's own files or a split repository"
         )
-    if named and not any(name.endswith("conv1d.weight") and w.shape[-1] == 1 for name, w in weights.items()):
-        # Cast first: 1 + w has fewer digits than w.
-        named = {name: w.astype(dtype or w.dtype) + 1 if "norm" in name else w for name, w in named.items()}
-    return build_mtp(named or weights, config, target, path, dtype)
+    lowered, doubtful = _norms(path, weights, config.get("mtp_norms") == "w")
+    # Cast first: 1 + w has fewer digits than w.
+    weights = {name: w.astype(dtype or w.dtype) + 1 if name in lowered else w for name, w in (named or weights).items()}
+    drafter = build_mtp(weights, config, target, path, dtype)
+    if doubtful:
+        print(f"the MTP head in {path}: {settle_norms(drafter, target, doubtful)}", file=sys.stderr)
+    return drafter
+
+
+def _norms(path: Path, weights: dict[str, mx.array], whole: bool) -> tuple[set[str], set[str]]:
+    """The head's norms that are w - 1 for certain, and those that may be, by their names without the prefix.
+
+    Files that PyTorch wrote, and those beside convs in its layout, are the publishers'. `whole`: the config says w.
+    """
+    raw = any(name.endswith("conv1d.weight") and w.shape[-1] != 1 for name, w in weights.items())
+    prefixed = any(_PREFIX.match(name) for name in weights)
+    lowered, doubtful = set(), set()
+    for file, entries in shards_of(path).items():
+        norms = [name for name in entries if "norm" in name and bool(_PREFIX.match(name)) == prefixed]
+        if not norms or whole:
+            continue
+        written = mx.load(str(file), format="safetensors", return_metadata=True)[1].get("format")
+        certain = prefixed and (written == "pt" or (raw and written != "mlx"))
+        (lowered if certain else doubtful).update(_PREFIX.sub("", name, count=1) for name in norms)
+    return lowered, doubtful
 
 
 def build_mtp(

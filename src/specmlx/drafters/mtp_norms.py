@@ -1,0 +1,124 @@
+"""Whether an MTP head's norms are stored as w or w - 1, where its files don't tell: by its guesses of a text."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from specmlx.drafters.mtp import MTP, NormedTarget
+from specmlx.state.layers import LayerStates, Pass
+
+TOKENS = 64
+# In the form that the models with such heads are trained on.
+_QUESTION = (
+    "<|im_start|>user\nPlease write a class Trip in Python that has map and lamp and picture.<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+_SCALES = (0.125, 0.25, 0.5, 1.0)
+# Of the text's tokens, how many a head has to guess for its norms to be told.
+_LEAST = 0.125
+
+
+class RunningTarget(NormedTarget, Protocol):
+    """A target that can be asked for text."""
+
+    directory: Path | None
+
+    def new_states(self, batch: int = 1) -> LayerStates: ...
+
+    def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int] = ()) -> Pass: ...
+
+
+def settle_norms(drafter: MTP, target: RunningTarget, doubtful: Iterable[str]) -> str:
+    """Add 1 to those of the head's `doubtful` norms with which it guesses the target's greedy text best.
+
+    Returns in one line what was chosen; nothing is where the head guesses hardly a token either way.
+    """
+    text = _greedy(target, drafter.tap_ids)
+    stored = {name: w for name, w in tree_flatten(drafter.model.parameters()) if name in set(doubtful)}
+    scores: dict[frozenset[str], tuple[float, float]] = {}
+
+    def score(raised: frozenset[str]) -> float:
+        if raised not in scores:
+            _apply(drafter, stored, raised)
+            scores[raised] = _score(drafter, text)
+        return scores[raised][0]
+
+    every = frozenset(stored)
+    layer = frozenset(name for name in stored if name.startswith("layers."))
+    final = every & {"norm.weight"}
+    # What converters have been seen to do; from the best of them on, norm by norm.
+    best = max([frozenset(), every, layer, every - layer, final, every - final], key=score)
+    while (better := max((best ^ {name} for name in stored), key=score)) and score(better) > score(best):
+        best = better
+    hits = scores[best][1]
+    if hits < _LEAST:
+        best = frozenset()
+    _apply(drafter, stored, best)
+    chosen = (
+        "w" if not best else "w - 1" if best == every else f"w, but w - 1 in {', '.join(sorted(map(_short, best)))}"
+    )
+    found = f"{round(hits * TOKENS)} of {TOKENS} tokens guessed"
+    return f"norms read as {chosen}" + (f" ({found})" if hits >= _LEAST else f", by their names: {found} either way")
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _apply(drafter: MTP, stored: dict[str, mx.array], raised: frozenset[str]) -> None:
+    norms = [(name, w + 1 if name in raised else w) for name, w in stored.items()]
+    drafter.model.load_weights(norms, strict=False)
+
+
+def _greedy(target: RunningTarget, tap_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
+    """Ids `[1, n + TOKENS]` of a prompt of n and the target's answer, and the last layer's rows of all but the last."""
+    states, rows, features = target.new_states(), mx.array([_prompt(target)], dtype=mx.int32), []
+    ids = [rows]
+    for _ in range(TOKENS):
+        done = target.verify(states, rows, tap_ids)
+        token = mx.argmax(done.logits[:, -1:], axis=-1).astype(mx.int32)
+        states.evaluate()
+        mx.eval(token, done.features)
+        states.commit(rows.shape[1])
+        features.append(done.features)
+        ids.append(token)
+        rows = token
+    return mx.concatenate(ids, axis=1), mx.concatenate(features, axis=1)
+
+
+def _prompt(target: RunningTarget) -> list[int]:
+    from tokenizers import Tokenizer
+
+    try:
+        ids = Tokenizer.from_file(str(Path(target.directory or "") / "tokenizer.json")).encode(_QUESTION).ids
+    # tokenizers raises a bare Exception.
+    except Exception:
+        ids = []
+    return ids if ids and max(ids) < target.config.vocab_size else list(range(16, 32))
+
+
+def _score(drafter: MTP, text: tuple[mx.array, mx.array]) -> tuple[float, float]:
+    """How well the head guesses the answer, each token from those before it; and the share that it guesses right.
+
+    Norms that are off by 1 mostly scale logits, which argmax doesn't see, so the likelihood is that of the best scale.
+    """
+    ids, features = text
+    head, layer = drafter.model, drafter.model.layers[0]
+    hidden = drafter.target.model.norm(features).astype(head.norm.weight.dtype)
+    embeddings = drafter.target.embed_tokens(ids[:, 1:-1]).astype(hidden.dtype)
+    mixer = partial(layer.self_attn, kv=None, start=0, length=0, mask="causal")
+    y, _ = layer(head.rows(embeddings, hidden[:, :-1]), mixer)
+    answer = ids[0, 1 - TOKENS :, None]
+    logits = drafter.logits(head.norm(y[0, 1 - TOKENS :])).astype(mx.float32)
+    hits = (mx.argmax(logits, axis=-1, keepdims=True) == answer).mean()
+    losses = [
+        (
+            mx.logsumexp(logits * scale, axis=-1, keepdims=True) - scale * mx.take_along_axis(logits, answer, axis=-1)
+        ).mean()
+        for scale in _SCALES
+    ]
+    return (hits - 0.5 * mx.min(mx.stack(losses))).item(), hits.item()
