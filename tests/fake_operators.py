@@ -42,6 +42,8 @@ class Fake:
             raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error")
         if variant == "slow" or (variant == "stock" and self.slow_stock):
             time.sleep(0.02)
+        elif variant == "stock" and variant in self.one_order:
+            return x @ w.T + 1e-3
         elif variant == "hangs":
             time.sleep(3600)
         elif variant == "broken":
@@ -59,5 +61,6 @@ wrong = Fake("wrong", slow_stock=True)
 hangs = Fake("hangs")
 broken = Fake("broken")
 dies = Fake("dies")
+stock_slow = Fake("stock", "slow")
 faults_quick = Fake("faults", "quick", slow_stock=True)
 hangs_quick = Fake("hangs", "quick", slow_stock=True)

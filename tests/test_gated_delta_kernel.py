@@ -126,6 +126,22 @@ def test_two_passes_of_any_length_have_the_bits_of_single_rows_whatever_was_fold
             assert all(same(y[b, t], ys[n + t][b]) for t in range(T)), (T, n)
 
 
+def test_a_prefill_on_the_kernel_has_the_bits_of_its_passes_of_at_most_16_rows():
+    S, T = state(), 37
+    passed = rows(T, dtype=mx.bfloat16)
+    launches = len(SIMULATOR.reports)
+    y, after = gated_delta.prefill(S, *passed, serve=served)
+    mx.eval(y, after)
+    names = [report.name for report in SIMULATOR.reports[launches:]]
+    assert names == ["specmlx_gated_delta"] * 3 + ["specmlx_gated_delta_fold"]
+    one, singles = S, []
+    for t in range(T):
+        _, y_t, tape = advance(one, None, 0, *(x[:, t : t + 1] for x in passed))
+        one = fold(one, tape, 1)
+        singles.append(y_t)
+    assert same(y, mx.concatenate(singles, axis=1)) and same(after, one)
+
+
 def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations():
     model = tiny(num_hidden_layers=4)
     ids = tokens(3, 9)[0].tolist()
@@ -137,6 +153,17 @@ def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations():
     got = in_rounds(model, model.new_states(), ids, seed=4, most=4)
     assert len(SIMULATOR.reports) - launches >= 3
     np.testing.assert_allclose(np.array(mx.stack(got)), np.array(mx.stack(want)), rtol=0, atol=1e-5)
+
+
+def test_a_layer_asks_for_both_kernels_together_and_for_none_in_training():
+    model, asked = tiny(num_hidden_layers=4), []
+    layer = model.layers[0].linear_attn
+    layer.serve_by(lambda operator, dtype, **_: asked.append((operator, dtype)))
+    assert not layer.on_kernel(mx.bfloat16)
+    assert asked == [("gated_delta_prefill", mx.float32), ("gated_delta", mx.bfloat16)]
+    model.train()
+    model.scored(tokens(3, 9))
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("n", [0, 4])

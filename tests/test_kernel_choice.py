@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import fake_operators
+import mlx.core as mx
 import msl
 import pytest
 from click.testing import CliRunner
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from specmlx.cli import main
 from specmlx.kernels.choice import FIXED, STOCK, Chooser, Outcome, Table, child
 from specmlx.kernels.choice.operator import import_operator
-from specmlx.kernels.choice.operators import OPERATORS, QUANTIZED_MATMUL
+from specmlx.kernels.choice.operators import GATED_DELTA_PREFILL, OPERATORS, QUANTIZED_MATMUL
 from specmlx.kernels.choice.race import NoRace, interpreter, race
 from specmlx.kernels.choice.table import entry_name
 
@@ -73,6 +74,13 @@ def test_a_kernel_whose_fault_loses_the_device_does_not_take_the_others_with_it(
     with pytest.warns(UserWarning, match="kernel faults .* GPU Timeout") as warned:
         assert str(chooser(file).choose(fake_operators.faults_quick, KEY)) == "quick"
     assert len(warned) == 1
+
+
+def test_an_operator_of_mlxs_that_is_checked_and_wrong_leaves_a_slower_kernel_of_ours(file):
+    with pytest.warns(UserWarning, match="kernel stock of fake .* is not used on Apple M99: wrong by 0.001") as warned:
+        assert str(chooser(file).choose(fake_operators.stock_slow, KEY)) == "slow"
+    assert len(warned) == 1
+    assert str(chooser(file, race=no_race).choose(fake_operators.stock_slow, KEY)) == "slow"
 
 
 @pytest.mark.parametrize(
@@ -222,6 +230,7 @@ KEYS = {
     "gate_up": {"N": 40, "K": 320, "mode": "affine", "bits": 4, "group_size": 64, "dtype": "bfloat16"},
     "experts": {"E": 6, "N": 48, "K": 128, "mode": "affine", "bits": 4, "group_size": 64, "dtype": "bfloat16"},
     "gated_delta": {"Hk": 1, "Hv": 2, "Dk": 64, "Dv": 32, "dtype": "bfloat16"},
+    "gated_delta_prefill": {"Hk": 1, "Hv": 2, "Dk": 64, "Dv": 32, "dtype": "float32"},
     "attention": {"Hq": 6, "Hkv": 2, "D": 64, "kv": "int8", "dtype": "bfloat16"},
     "draft_head": {"dtype": "bfloat16"},
     "accept": {"dtype": "bfloat16"},
@@ -247,7 +256,21 @@ def test_a_wrong_kernel_does_not_pass_the_check():
     for operator in OPERATORS:
         key = KEYS[operator.name]
         wrong = replace(operator, factory=off_by_a_little)
-        assert child.check(wrong, key, (4,), list(operator.variants(key))) == []
+        ours = [variant for variant in operator.variants(key) if variant != STOCK]
+        assert child.check(wrong, key, (4,), ours) == []
+
+
+def test_mlxs_delta_rule_does_not_pass_the_check_in_tf32():
+    def tf32(x):
+        return ((x.view(mx.uint32) + 0x1000) & 0xFFFFE000).view(mx.float32)
+
+    class OnTensorUnits(type(GATED_DELTA_PREFILL)):
+        def run(self, variant, inputs):
+            S, q, k, *rest = inputs
+            return super().run(variant, (S, tf32(q), tf32(k), *rest) if variant == STOCK else inputs)
+
+    for operator, right in ((GATED_DELTA_PREFILL, [STOCK]), (OnTensorUnits(), [])):
+        assert child.check(operator, KEYS["gated_delta_prefill"], (24,), [STOCK]) == right
 
 
 def kernels(*args):

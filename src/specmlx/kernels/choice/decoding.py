@@ -11,7 +11,7 @@ from specmlx.kernels.accept import reference as accept_reference
 from specmlx.kernels.attention import metal as attention_metal
 from specmlx.kernels.attention import reference as attention_reference
 from specmlx.kernels.attention.reference import Stored
-from specmlx.kernels.choice.operator import TOGETHER, Key
+from specmlx.kernels.choice.operator import STOCK, TOGETHER, Key
 from specmlx.kernels.draft_head import metal as head_metal
 from specmlx.kernels.draft_head import reference as head_reference
 from specmlx.kernels.gated_delta import metal as delta_metal
@@ -95,6 +95,33 @@ class GatedDelta(Decoding):
             S = delta_reference.fold(S, tape, count)
             y, _, new = delta_reference.steps(S, *rows)
         return joined([S, y, new.delta])
+
+
+class GatedDeltaPrefill(GatedDelta):
+    """Rows that are all kept. Keys as of `GatedDelta`, dtype float32.
+
+    Stock is mlx's operator, checked too: in another order of sums float32 is off by 1e-6 of the largest value, with the
+    tf32 of tensor units by 2e-4.
+    """
+
+    name = "gated_delta_prefill"
+    firm = False
+    rows = (24, 333)
+
+    def variants(self, key: Key) -> tuple[str, ...]:
+        return (STOCK, METAL)
+
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
+        S, _, _, *given = super().inputs(key, rows, seed, exact)
+        return S, *given
+
+    def run(self, variant: str, inputs: tuple) -> mx.array:
+        S, *rows = inputs
+        if variant == METAL:
+            return joined(delta_metal.prefill(S, *rows, factory=self.factory))
+        if variant == STOCK:
+            return joined(mx.fast.gated_delta_update(*rows, S))
+        return joined(delta_reference.steps(S, *rows)[:2])
 
 
 class Attention(Decoding):
@@ -194,4 +221,5 @@ class Accept(Decoding):
         return joined([*matched, *kept])
 
 
-GATED_DELTA, ATTENTION, DRAFT_HEAD, ACCEPT = GatedDelta(), Attention(), DraftHead(), Accept()
+GATED_DELTA, GATED_DELTA_PREFILL = GatedDelta(), GatedDeltaPrefill()
+ATTENTION, DRAFT_HEAD, ACCEPT = Attention(), DraftHead(), Accept()

@@ -33,7 +33,7 @@ class Operator(Protocol):
     together: int
 
     def variants(self, key: Key) -> tuple[str, ...]:
-        """Our kernels that take it."""
+        """Our kernels that take it; STOCK too where mlx's own is not trusted unchecked."""
 
     def small(self, key: Key) -> Key:
         """The same operator on an input small enough for the reference."""

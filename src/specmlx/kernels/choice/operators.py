@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from specmlx.kernels.choice.decoding import ACCEPT, ATTENTION, DRAFT_HEAD, GATED_DELTA
+from specmlx.kernels.choice.decoding import ACCEPT, ATTENTION, DRAFT_HEAD, GATED_DELTA, GATED_DELTA_PREFILL
 from specmlx.kernels.choice.operator import STOCK, TOGETHER, Key, Operator
 from specmlx.kernels.experts import gather_by_expert
 from specmlx.kernels.gate_up import Matrix, gate_up
@@ -199,4 +199,13 @@ class GateUp(OnPacked):
 QUANTIZED_MATMUL = QuantizedMatmul()
 GATE_UP = GateUp()
 EXPERTS = Experts()
-OPERATORS: tuple[Operator, ...] = (QUANTIZED_MATMUL, GATE_UP, EXPERTS, GATED_DELTA, ATTENTION, DRAFT_HEAD, ACCEPT)
+OPERATORS: tuple[Operator, ...] = (
+    QUANTIZED_MATMUL,
+    GATE_UP,
+    EXPERTS,
+    GATED_DELTA,
+    GATED_DELTA_PREFILL,
+    ATTENTION,
+    DRAFT_HEAD,
+    ACCEPT,
+)

@@ -48,7 +48,7 @@ def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int
                 if running is None:
                     raise NoRace(f"the process that checks them {step['lost']}")
                 # Without a variant to blame, ours can't be had at all.
-                blamed = left if running == STOCK else [running]
+                blamed = [running] if running in left else left
                 outcome.dropped.update(dict.fromkeys(blamed, step["lost"]))
                 break
         else:
@@ -61,8 +61,8 @@ def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int
 def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[str], seconds: float) -> Iterator[dict]:
     """The child's lines; the last is {"lost": why} if it hung or ended before it was done."""
     job = {"operator": operator.address, "key": dict(key), "rows": rows, "variants": variants}
-    # float32 matmul of M5 chips is rounded to TF32 unless this is off.
-    environment = {**os.environ, "MLX_ENABLE_TF32": "0", "PYTHONPATH": _import_path()}
+    # MLX_ENABLE_TF32 as it is: what is checked is what will serve.
+    environment = {**os.environ, "PYTHONPATH": _import_path()}
     try:
         child = subprocess.Popen(
             # -P: no file beside the user's own may stand in for a module.
