@@ -133,7 +133,7 @@ DRAFTERS = (
         "mlx's own quantization in the test",
         ("test_pairing::test_a_quantized_export_proposes_as_its_dequantized_weights_do",),
         (
-            "test_pairing::test_an_export_whose_config_says_too_little_is_refused",
+            "test_pairing::test_codes_that_mlx_does_not_pack_are_refused",
             "test_pairing::test_codes_in_the_place_of_weights_are_refused",
         ),
         cases=("dflash_full", "dspark_yarn"),

@@ -273,6 +273,31 @@ def test_a_drafter_that_never_proposes_is_a_warning(model, tokenizer):
         generate(model, tokenizer, [5], max_tokens=6)
 
 
+@pytest.mark.parametrize(("right", "warned"), [(4, 1), (5, 0)])
+def test_a_drafter_of_whose_first_100_proposals_fewer_than_5_are_kept_says_so_once(model, tokenizer, right, warned):
+    whole = [r.token for r in stream_generate(model, tokenizer, [5], max_tokens=20)]
+    kept = []
+
+    def guess(index: int, slot: int, id: int) -> int:
+        if slot == 0 and len(kept) < right:
+            kept.append(index)
+            return id
+        return (id + 1) % model.vocab_size
+
+    drafter = ScriptedDrafter([5, *whole], guess, tap_ids=())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        # Of 4 requests the first two have 100 proposals together.
+        proposed = [
+            list(stream_generate(model, tokenizer, [5], 12, drafter, num_draft_tokens="full"))[-1].stats.proposed
+            for _ in range(4)
+        ]
+    assert proposed[0] < 100 <= sum(proposed[:2])
+    assert [str(w.message).partition(" were")[0] for w in told] == [
+        f"the drafter hardly helps: {right} of its first 100 proposals "
+    ] * warned
+
+
 def test_nothing_of_mlx_or_mlx_lm_is_changed():
     code = """
 import sys

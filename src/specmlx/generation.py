@@ -221,6 +221,8 @@ def _responses(
                     # What nobody asked for may find nothing.
                     if drafter is not model.fallback:
                         _warn_if_idle(stats, drafter, widths)
+                    if drafter is not None:
+                        model.count_first(drafter, stats.proposed, stats.first_accepted)
                     if full:
                         warn_if_full(limit, response)
                 yield response

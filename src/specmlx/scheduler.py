@@ -291,4 +291,6 @@ class Scheduler:
             job.resources.close()
             # Each holds the other: memory would wait for the garbage collector.
             job.lane = None
+            if self.drafter is not None and error is None:
+                self.model.count_first(self.drafter, job.stats.proposed, job.stats.first_accepted)
             job.done(error)

@@ -12,6 +12,7 @@ class Stats:
     accept_histogram: rounds by how many drafted tokens they delivered, index 0..width.
     context: sum over rounds of the rows that were in the state before each round's own (keys are read up to there).
     draft_passes: rounds with a proposal.
+    first_accepted: drafted tokens that were delivered while no more than 100 had been proposed.
     commit_seconds, device_seconds: of decode_seconds, what letting rows in took, and what handing rounds to the device
         and waiting for them took.
     phases: decoding's seconds by phase, where it was profiled (else empty).
@@ -30,6 +31,7 @@ class Stats:
     decode_seconds: float = 0.0
     context: int = 0
     draft_passes: int = 0
+    first_accepted: int = 0
     commit_seconds: float = 0.0
     device_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class Stats:
         self.generation_tokens += 1
         if from_draft:
             self.accepted += 1
+            self.first_accepted += self.proposed <= 100
             self._bin(self._in_round, -1)
             self._in_round += 1
             self._bin(self._in_round, +1)
