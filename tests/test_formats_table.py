@@ -25,8 +25,8 @@ def test_every_model_of_the_goldens_is_in_a_row():
     models |= {("speculators", folder.name) for folder in (GOLDENS / "speculators").iterdir() if folder.is_dir()}
     named = {(row.golden, case) for row in DRAFTERS if row.golden in ("drafters", "speculators") for case in row.cases}
     assert named == models
-    # target_tied is the MTP head's target too; training has losses.
-    others = {"scaled", "target_tied", "training", "__pycache__"}
+    # target_tied is the MTP head's target too; rope and training hold no models.
+    others = {"rope", "scaled", "target_tied", "training", "__pycache__"}
     folders = {path.name for path in GOLDENS.iterdir() if path.is_dir()} - others
     folders |= {f"scaled/{path.name}" for path in (GOLDENS / "scaled").iterdir()}
     assert folders == {row.golden for row in (*TARGETS, *DRAFTERS) if row.golden}
