@@ -3,7 +3,6 @@
 `python benchmarks/conversations.py` talks six turns with the embedded pair behind a system prompt of 4,000 tokens (its
 config's positions raised to 16,384: what it says there is no matter, only how long it takes) and prints what each turn
 ran and how long its first token took, with a `PromptCache` and without.
-`python benchmarks/conversations.py rounding` prints how far reused answers leave the state from a cold start's.
 `python benchmarks/conversations.py kv` answers held-out questions with keys and values in several formats and prints
 how often the answers are right, τ, and how many of them are those of full precision.
 """
@@ -12,15 +11,12 @@ import statistics
 import time
 
 import click
-import mlx.core as mx
-import mlx.nn as nn
 
 from specmlx import PromptCache
 from specmlx.cli.dialogue import Dialogue
 from specmlx.demo.tasks import held_out_examples
 from specmlx.generation import stream_generate
 from specmlx.loading import load, load_drafter
-from specmlx.state.prefix import Snapshot
 
 QUESTIONS = [f"Can you count from {n} up to {n + 11}?" for n in (62, 3, 41, 17, 80, 25)]
 FORMATS = {
@@ -70,42 +66,6 @@ def turns(history: int = 4000, chats: int = 3) -> None:
     whole = statistics.median(cold)
     click.echo(f"turn 6, cold start              {whole * 1e3:8.0f} ms")
     click.echo(f"turn 6 ÷ turn 2: {seconds[5] / seconds[1]:.2f}; cold start ÷ turn 6: {whole / seconds[5]:.1f}")
-
-
-@main.command()
-@click.option("--chats", default=2, show_default=True, help="Chats of six turns.")
-def rounding(chats: int) -> None:
-    """How far the state after reused answers is from a cold start's, and how many answers are the same."""
-    for name in ("float32", "bfloat16", "4 bits"):
-        model, tokenizer = load(draft_model=None, dtype=None if name == "4 bits" else name)
-        if name == "4 bits":
-            nn.quantize(model, group_size=32, bits=4)
-        off, same, asked = 0.0, 0, 0
-        for chat in range(chats):
-            talk = Dialogue(model, tokenizer, max_tokens=40)
-            for question in QUESTIONS[chat:] + QUESTIONS[:chat]:
-                last, start = None, len(talk.tokens)
-                given = [last := response for response in talk.ask(question)]
-                fresh = PromptCache(keep_answers=True)
-                prompt = talk.tokens[: last.prompt_tokens]
-                alone = list(stream_generate(model, tokenizer, prompt, 40, prompt_cache=fresh))
-                asked += 1
-                if start and [r.token for r in given] == [r.token for r in alone]:
-                    off = max(off, _apart(fresh.snapshots()[-1][1], talk.prompt_cache.snapshots()[-1][1]))
-                same += [r.token for r in given] == [r.token for r in alone]
-        click.echo(f"{name}: {same} of {asked} answers the same, states within {off:.1e} of a layer's largest value")
-
-
-def _apart(cold: Snapshot, warm: Snapshot) -> float:
-    pairs = [(a, b) for i in cold.recurrent for a, b in zip(cold.recurrent[i][:2], warm.recurrent[i][:2], strict=True)]
-    pairs += [
-        (a, b) for i in cold.piece.kvs for a, b in zip(*(_rows(snapshot, i) for snapshot in (cold, warm)), strict=True)
-    ]
-    return max((mx.abs(a - b).max() / mx.maximum(mx.abs(a).max(), 1)).item() for a, b in pairs)
-
-
-def _rows(snapshot: Snapshot, layer: int) -> list[mx.array]:
-    return [mx.concatenate(x, axis=2) for x in zip(*(p.kvs[layer] for p in snapshot.piece.chain()), strict=True)]
 
 
 @main.command()

@@ -165,7 +165,6 @@ def test_prompts_come_from_a_file_one_a_line(directory, tmp_path):
     [
         ["--temp", "0.8"],
         ["--temp", "0.8", "--seed", "1", "--reference", "mlx-lm"],
-        ["--dtype", "bfloat16", "--reference", "mlx-lm"],
         ["--draft-model", "none"],
         ["--num-draft-tokens", "9"],
         ["--prompt", ""],
@@ -189,8 +188,12 @@ def test_a_target_without_a_drafter_is_compared_with_prompt_lookup(directory, tm
     assert result.exit_code == 0 and "took prompt lookup" in result.stderr
 
 
-@pytest.mark.parametrize("bits", [None, 4, 8])
-def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, tmp_path):
+@pytest.mark.parametrize(
+    "bits, changes, prompts",
+    [(None, (), 60), (4, (), 60), (8, (), 60), (None, ("--dtype", "bfloat16", "--limit", "20"), 20)],
+    ids=["fp32", "4-bit", "8-bit", "bf16"],
+)
+def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, changes, prompts, tmp_path):
     pair = write_demo(tmp_path / "pair", bits=bits)
     drafters = ["--draft-model", str(pair / "dflash"), "--draft-model", str(pair / "dspark")]
     args = [
@@ -203,14 +206,15 @@ def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, tmp_path):
         "--reference",
         "mlx-lm",
         "--json",
+        *changes,
     ]
     result = CliRunner().invoke(main, args)
     assert result.exit_code == 0, result.output
     comparisons = json.loads(result.stdout)["comparisons"]
     assert list(comparisons) == [str(pair / "dflash"), str(pair / "dspark"), "mlx-lm"]
     for name, found in comparisons.items():
-        assert found["passed"] == found["prompts"] == 60
-        assert found["tokens"] >= 1500
+        assert found["passed"] == found["prompts"] == prompts
+        assert found["tokens"] >= 25 * prompts
         if name != "mlx-lm":
             assert found["acceptance_length"] > 4
             # Every accepted count, 0 to the drafter's most.

@@ -126,8 +126,6 @@ def _check(
         raise click.UsageError("--draft-model none leaves nothing to compare: name a drafter.")
     if reference and sampling.temp > 0:
         raise click.UsageError("--reference compares greedy decoding only: leave --temp out.")
-    if reference and target.dtype:
-        raise click.UsageError("--reference decodes the files as they are: leave --dtype out.")
     if sampling.temp > 0 and sampling.seed is None:
         raise click.UsageError("--temp needs --seed: without one, two decodings draw different tokens.")
 
@@ -188,5 +186,6 @@ def _reference(
             tokenizer.eos_token_ids,
             sampling.processor_settings(),
             target.adapter_path,
+            dtype=target.dtype,
         )
         return {MLX_LM: list(decoded)}

@@ -12,6 +12,7 @@ from specmlx.drafters.proposal import Drafter
 from specmlx.generation import stream_generate
 from specmlx.speculation.stats import Stats
 from specmlx.targets.any_lm import AnyLM
+from specmlx.targets.checkpoint import cast
 from specmlx.targets.hybrid import Model
 
 
@@ -147,16 +148,19 @@ def decode_mlx_lm(
     logits_processors: dict[str, Any] | None = None,
     adapter_path: str | None = None,
     prefill_step_size: int = 2048,
+    dtype: str | None = None,
 ) -> Iterator[Decoded]:
     """Decode prompts greedily with mlx_lm's own model, loaded by mlx_lm from a directory, one by one.
 
-    `logits_processors` holds the keywords of mlx_lm's make_logits_processors.
+    `logits_processors` holds the keywords of mlx_lm's make_logits_processors; `dtype` is one to cast the model to.
     """
     import mlx_lm
     from mlx_lm.generate import generate_step
     from mlx_lm.sample_utils import make_logits_processors
 
     model, _ = mlx_lm.load(str(path), adapter_path=adapter_path)
+    if dtype is not None:
+        cast(model, getattr(mx, dtype))
     stops = frozenset(stop_tokens)
     for prompt in prompts:
         tokens, margins = [], []
