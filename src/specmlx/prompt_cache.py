@@ -5,8 +5,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from specmlx.formats.header import entries, header_text, regular_size
 from specmlx.formats.sealed import format_of
 from specmlx.limits import context_limit
+from specmlx.state import checks
 from specmlx.state import conversation as conversations
 from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
@@ -63,17 +65,53 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
 
     Raises ValueError in one line for a file that is missing, no prompt cache, damaged, or of an older specmlx.
     """
-    if not Path(file_name).is_file():
+    if not Path(file_name).exists():
         raise ValueError(f"no such prompt cache: {file_name}")
+    regular_size(Path(file_name))
     if (format_of(Path(file_name)) or "").startswith("specmlx-"):
         cache, metadata = conversations.load(file_name)
         return (cache, metadata) if return_metadata else cache
     from mlx_lm.models.cache import load_prompt_cache as load_stock
 
     try:
-        return load_stock(str(file_name), return_metadata)
-    except (KeyError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{file_name} is no prompt cache: {' '.join(str(error).split())}") from None
+        entries(*header_text(Path(file_name)))
+        caches, metadata = load_stock(str(file_name), return_metadata=True)
+        # Without metadata mlx-lm gives an empty text.
+        metadata = checks.texts(metadata or {}, "metadata")
+        for layer, cache in enumerate(caches):
+            _check_stock(layer, cache)
+    # A file's parts may be of any type.
+    except Exception as error:
+        raise ValueError(f"{file_name} is no prompt cache: {' '.join(str(error).split())[:160]}") from None
+    return (caches, metadata) if return_metadata else caches
+
+
+def _check_stock(layer: int, cache: Any) -> None:
+    """Raise ValueError for a cache of mlx-lm's, read from a file, that its class can't have made."""
+    from mlx_lm.models import cache as stock
+
+    kind, what = type(cache), f"layer {layer}, a {type(cache).__name__},"
+    if kind is stock.CacheList:
+        for part in cache.caches:
+            _check_stock(layer, part)
+    elif kind is stock.ArraysCache:
+        if any(x is not None and not isinstance(x, mx.array) for x in cache.cache):
+            raise ValueError(f"{what} holds something else than arrays")
+    elif kind in (stock.KVCache, stock.QuantizedKVCache, stock.RotatingKVCache, stock.ChunkedKVCache):
+        if cache.keys is None and cache.values is None:
+            return
+        quantized = kind is stock.QuantizedKVCache
+        arrays = [*cache.keys, *cache.values] if quantized else [cache.keys, cache.values]
+        if any(not isinstance(x, mx.array) or x.ndim != 4 or x.shape[:3] != arrays[0].shape[:3] for x in arrays):
+            raise ValueError(f"{what} holds no keys and values of the same rows")
+        numbers = ("_idx", "max_size", "keep", "group_size", "bits", "chunk_size", "start_position")
+        for name in ("offset", *(name for name in numbers if vars(cache).get(name) is not None)):
+            checks.natural(getattr(cache, name), f"layer {layer}'s {name}")
+        in_place = kind in (stock.KVCache, stock.QuantizedKVCache)
+        if (cache.offset if in_place else vars(cache).get("_idx", 0)) > arrays[0].shape[2]:
+            raise ValueError(f"{what} has {arrays[0].shape[2]} rows, fewer than it says")
+    else:
+        raise ValueError(f"{what} is of a kind that is not read from files")
 
 
 def open_cache(model: Model | AnyLM, prompt_cache: Any, kv_format: KVFormat | None = None) -> Conversation:
@@ -98,6 +136,9 @@ def open_cache(model: Model | AnyLM, prompt_cache: Any, kv_format: KVFormat | No
         if kv_format is not None:
             kv_format.check(model.config.head_dim)
             states.keep_in(kv_format)
+        # One that nobody has gone on with may come from a file.
+        if isinstance(model, Model) and prompt_cache.owned_by(0):
+            _check(model, prompt_cache)
         return prompt_cache
     if not isinstance(prompt_cache, list):
         raise TypeError(f"prompt_cache is a {type(prompt_cache).__name__}: pass make_prompt_cache(model)")
@@ -108,6 +149,15 @@ def open_cache(model: Model | AnyLM, prompt_cache: Any, kv_format: KVFormat | No
     conversation = Conversation(states, [-1] * states.length)
     prompt_cache[:] = [InUse(model, conversation, cache) for cache in prompt_cache]
     return conversation
+
+
+def _check(model: Model, conversation: Conversation) -> None:
+    """Raise ValueError where what a conversation holds, from a file perhaps, can't be the model's."""
+    states = conversation.states
+    checks.check_tokens(conversation.tokens, model.vocab_size)
+    if states.length:
+        layers, heads = dict(enumerate(states.layers)), (model.kv_heads, model.config.head_dim)
+        checks.check_fit(layers, model.new_states().layers, heads, states.kv_format)
 
 
 def close_cache(model: Model | AnyLM, prompt_cache: Any, conversation: Conversation, owner: int) -> None:

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+
+import mlx.core as mx
 
 from specmlx import boundaries
 from specmlx.drafters.proposal import Drafter, Fingerprinted, Packable
 from specmlx.speculation.drafting import observe
+from specmlx.state import checks
 from specmlx.state.conversation import Conversation, Draft
 from specmlx.state.prefix import Snapshot, restore, take
 from specmlx.state.quantized_kv import KVFormat
@@ -44,12 +48,35 @@ class Reuse:
         self._begun_with = snapshot
         self._drafter = drafter if isinstance(drafter, Fingerprinted) else None
         empty = model.new_states() if kv_format is None else model.new_states(1, kv_format)
+        if snapshot is not None and snapshot.from_file:
+            snapshot = self._checked(snapshot, empty)
         self.conversation = Conversation(empty) if snapshot is None else restore(snapshot, empty, len(ids) + _FEW)
         self.length = len(self.conversation.processed)
         if snapshot is not None and self._drafter is not None:
             self._draft(snapshot.drafts.get(self._drafter.fingerprint))
         self._turns = boundaries.turns(tokenizer)
         self.marks = self._marks()
+
+    def _checked(self, snapshot: Snapshot, empty: Any) -> Snapshot:
+        """A file's snapshot, without a drafter's context that can't be one's. Raises ValueError for another model's."""
+        model, rows = self.model, snapshot.length
+        if not isinstance(model, Model):
+            raise ValueError("the prompt cache's file holds a hybrid's prompts, which this model can't go on from")
+        try:
+            checks.check_tokens(snapshot.ids, model.vocab_size)
+            for piece in snapshot.piece.chain():
+                layers = {**piece.kvs, **snapshot.recurrent}
+                checks.check_fit(layers, empty.layers, (model.kv_heads, model.config.head_dim), empty.kv_format)
+        except ValueError as error:
+            raise ValueError(f"the prompt cache's file does not fit its model: {error}; delete the file") from None
+        known = {}
+        if self._drafter is not None and (name := self._drafter.fingerprint) in snapshot.drafts:
+            packed, context = snapshot.drafts[name], self._drafter.new_context()
+            features = mx.zeros((1, 2, model.config.hidden_size * len(self._drafter.tap_ids)), model.dtype)
+            self._drafter.observe(context, mx.zeros((1, 2), dtype=mx.int32), features, 2)
+            if isinstance(context, Packable) and checks.packed_fits(packed, context.pack(), rows, model.vocab_size):
+                known[name] = packed
+        return replace(snapshot, drafts=known)
 
     def options(self, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
         """What `generate_tokens` needs to know; `progress` counts the whole prompt."""

@@ -12,7 +12,7 @@ import mlx.core as mx
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.header import MOST, Entry, read_header, read_small
 
-_DTYPES = {
+DTYPES = {
     mx.float32: "F32",
     mx.float16: "F16",
     mx.bfloat16: "BF16",
@@ -169,18 +169,24 @@ def save_atomically(
     write_atomically(path, safetensors(arrays, metadata), private, system)
 
 
+def header_bytes(header: dict[str, Any]) -> bytes:
+    """The first bytes of a safetensors file: the header's length and its text."""
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def safetensors(arrays: dict[str, mx.array], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, part by part: header, then the tensors by name."""
     header, end = {"__metadata__": dict(sorted(metadata.items()))}, 0
     names = sorted(arrays)
     for name in names:
         x = arrays[name]
-        header[name] = {"dtype": _DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [end, end + x.nbytes]}
+        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [end, end + x.nbytes]}
         end += x.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
+    first = header_bytes(header)
+    yield first[:8]
+    yield first[8:]
     for name in names:
         if arrays[name].size:
             # As bytes, since Python's buffers know no bfloat16.

@@ -74,13 +74,18 @@ def read_small(file: Path, most: int = MOST) -> bytes:
 
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of a whole safetensors file. Raises ValueError, one line with the file's name, for any other."""
-    size = regular_size(file)
     try:
-        with file.open("rb") as stream:
-            length = header_length(stream.read(8), size)
-            return entries(stream.read(length), size - 8 - length)
+        return entries(*header_text(file))
     except ValueError as error:
         raise ValueError(f"{file} is corrupt: {error}; download it again") from None
+
+
+def header_text(file: Path) -> tuple[bytes, int]:
+    """A safetensors file's header, and how many bytes are behind it. Raises ValueError for what has none."""
+    size = regular_size(file)
+    with file.open("rb") as stream:
+        length = header_length(stream.read(8), size)
+        return stream.read(length), size - 8 - length
 
 
 def header_length(first: bytes, size: int) -> int:
@@ -93,14 +98,7 @@ def header_length(first: bytes, size: int) -> int:
 
 def entries(text: bytes, size: int) -> dict[str, Entry]:
     """The tensors of a header's text, which lie in `size` bytes behind it. Raises ValueError for what can't be."""
-    try:
-        header = json.loads(text, object_pairs_hook=_unique)
-    except RecursionError:
-        raise ValueError("its header is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise ValueError("its header is no text") from None
-    if not isinstance(header, dict):
-        raise ValueError("its safetensors header is no object")
+    header = parsed(text)
     header.pop("__metadata__", None)
     found = {name: _entry(name, value, size) for name, value in header.items()}
     end = 0
@@ -111,6 +109,27 @@ def entries(text: bytes, size: int) -> dict[str, Entry]:
     if end != size:
         raise ValueError(f"it has {size} bytes behind its header, which says {end} bytes")
     return found
+
+
+def metadata(text: bytes) -> dict[str, str]:
+    """The metadata of a header's text. Raises ValueError where they are no strings by name."""
+    found = parsed(text).get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ValueError("its header's metadata are no strings")
+    return found
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """A header's text as an object. Raises ValueError for what is none, or has a name twice."""
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    except UnicodeDecodeError:
+        raise ValueError("its header is no text") from None
+    if not isinstance(header, dict):
+        raise ValueError("its safetensors header is no object")
+    return header
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """Safetensors files with a format's name and a checksum: written whole, private, refused when not as written."""
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from types import ModuleType
 
 import mlx.core as mx
 
-from specmlx.formats.checkpoint import safetensors, save_atomically
+from specmlx.formats.checkpoint import DTYPES, header_bytes, safetensors, save_atomically
+from specmlx.formats.header import entries, header_text, metadata, parsed, regular_size
 
 _CHUNK = 1 << 23
 
@@ -29,43 +29,44 @@ def save_sealed(
 
 def format_of(path: Path) -> str | None:
     """The format that a safetensors file names; None for other files, and for those that name none."""
-    header = _header(path)
-    found = None if header is None else header.get("__metadata__", {}).get("format")
-    return found if isinstance(found, str) else None
+    try:
+        return metadata(header_text(path)[0]).get("format")
+    except (OSError, ValueError):
+        return None
 
 
 def load_sealed(path: Path, format: str) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """Arrays and metadata of a file of this format.
+    """Arrays, which are still to be read, and metadata of a file of this format.
 
-    Raises ValueError in one line for a file that is missing, foreign, of another version, cut or changed.
+    Raises ValueError in one line for a file that is missing, foreign, of another version, cut, changed or appended to.
     """
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"no such file: {path}")
+    regular_size(path)
     found, name = format_of(path), format.rpartition("-")[0]
     if found is None or found.rpartition("-")[0] != name:
         raise ValueError(f"{path} is no {name} file, or it is cut")
     if found != format:
-        raise ValueError(f"{path} is of the format {found}, this specmlx reads {format}: make it again")
+        raise ValueError(f"{path} is of the format {found[:40]}, this specmlx reads {format}: make it again")
     try:
-        arrays, metadata = mx.load(str(path), format="safetensors", return_metadata=True)
-        checksum = metadata.pop("checksum", None)
-        digest = hashlib.blake2b(digest_size=16)
-        for part in safetensors(arrays, metadata):
-            digest.update(part)
-    except RuntimeError as error:
+        text, size = header_text(path)
+        if unknown := {entry.dtype for entry in entries(text, size).values()} - {*DTYPES.values()}:
+            raise ValueError(f"it holds {unknown.pop()}")
+        kept = metadata(text)
+        if kept.pop("checksum", None) != _checksum(path, text):
+            raise ValueError("its checksum is not that of its contents")
+        return mx.load(str(path), format="safetensors"), kept
+    except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from None
-    if digest.hexdigest() != checksum:
-        raise ValueError(f"{path} is damaged: its checksum is not that of its contents")
-    return arrays, metadata
 
 
-def _header(path: Path) -> dict | None:
-    try:
-        with path.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if length > path.stat().st_size - 8:
-                return None
-            header = json.loads(stream.read(length))
-            return header if isinstance(header, dict) and isinstance(header.get("__metadata__", {}), dict) else None
-    except (OSError, ValueError):
-        return None
+def _checksum(path: Path, text: bytes) -> str:
+    """The checksum of a file with this header, but for the checksum itself."""
+    header = parsed(text)
+    header["__metadata__"].pop("checksum", None)
+    digest = hashlib.blake2b(header_bytes(header), digest_size=16)
+    with path.open("rb") as stream:
+        stream.seek(8 + len(text))
+        while part := stream.read(_CHUNK):
+            digest.update(part)
+    return digest.hexdigest()

@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from specmlx.formats.sealed import load_sealed, save_sealed
+from specmlx.state import checks
 from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates
-from specmlx.state.quantized_kv import KVFormat, of_arrays
+from specmlx.state.quantized_kv import of_arrays
 from specmlx.state.recurrent import Recurrent
 
 FORMAT = "specmlx-conversation-2"
+_FIELDS = ("model", "kv_format", "max_kv_size", "layers", "processed", "pending", "metadata")
+_MOST_LAYERS = 10_000
 
 
 class Observable(NamedTuple):
@@ -145,16 +148,30 @@ def save(path: str | Path, conversation: Conversation, metadata: dict[str, str] 
 def load(path: str | Path) -> tuple[Conversation, dict[str, str]]:
     """The conversation and the metadata of a saved file. Raises ValueError in one line for what is none, or damaged."""
     arrays, header = load_sealed(Path(path), FORMAT)
-    layers: list = []
-    for i in range(int(header["layers"])):
-        if f"{i}.S" in arrays:
+    with checks.damaged(path):
+        found = {name: json.loads(header[name]) for name in _FIELDS}
+        layers = _layers(arrays, found)
+        mx.eval(arrays)
+        pending, limit, model, kv_format = (found[name] for name in ("pending", "max_kv_size", "model", "kv_format"))
+        processed = found["processed"]
+        states = LayerStates.holding(len(processed), layers, kv_format=checks.kv_format(kv_format))
+        conversation = Conversation(states, processed, None if pending is None else checks.natural(pending, "token"))
+        conversation.model = None if model is None else checks.text(model, "model")
+        conversation.max_kv_size = None if limit is None else checks.natural(limit, "max_kv_size")
+        return conversation, checks.texts(found["metadata"], "metadata")
+
+
+def _layers(arrays: dict[str, mx.array], found: dict[str, Any]) -> list:
+    rows, layers = len(checks.tokens(found["processed"])), []
+    known: set[str] = set()
+    for i in range(checks.natural(found["layers"], "layers", _MOST_LAYERS)):
+        parts = [name for name in (f"{i}.S", f"{i}.conv") if name in arrays]
+        if parts:
             layers.append(Recurrent(arrays[f"{i}.S"], arrays[f"{i}.conv"]))
         else:
             parts = sorted(name for name in arrays if name.startswith(f"{i}.kv."))
-            layers.append(of_arrays([arrays[name] for name in parts]) if parts else None)
-    processed = json.loads(header["processed"])
-    kv_format = json.loads(header["kv_format"])
-    states = LayerStates.holding(len(processed), layers, kv_format=kv_format and KVFormat(**kv_format))
-    conversation = Conversation(states, processed, json.loads(header["pending"]))
-    conversation.model, conversation.max_kv_size = json.loads(header["model"]), json.loads(header["max_kv_size"])
-    return conversation, json.loads(header["metadata"])
+            layers.append(of_arrays([arrays[name] for name in parts]) if checks.parts(len(parts)) else None)
+        checks.check_layer(layers[-1], rows, f"layer {i}")
+        known.update(parts)
+    checks.all_known(arrays, known)
+    return layers

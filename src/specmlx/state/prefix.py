@@ -61,12 +61,14 @@ class Snapshot:
     recurrent: the Gated DeltaNet layers' states by layer, without tapes.
     drafts: by drafter, its packed context at the same boundary (see `drafters.proposal.Packable`).
     caches: mlx-lm's own, of a model that is run by its own code; the piece has ids only.
+    from_file: nobody has seen yet whether it fits the model that it names.
     """
 
     piece: Piece
     recurrent: dict[int, Recurrent]
     drafts: dict[str, dict[str, mx.array]] = field(default_factory=dict)
     caches: list | None = None
+    from_file: bool = False
 
     @property
     def length(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from specmlx.state import checks
 from specmlx.state.prefix import Piece, Snapshot
 from specmlx.state.quantized_kv import of_arrays
 from specmlx.state.recurrent import Recurrent
@@ -57,21 +58,37 @@ def pack(held: Iterable[Held]) -> tuple[dict[str, mx.array], dict[str, Any]]:
 
 
 def unpack(arrays: dict[str, mx.array], description: str) -> list[Held]:
-    """What `pack` was given. Raises KeyError, IndexError, TypeError or ValueError where the two don't fit."""
+    """What `pack` was given. Raises ValueError and other errors, see `checks.damaged`, where the two don't fit."""
     parsed = json.loads(description)
     pieces: list[Piece] = []
+    known: set[str] = set()
+
+    def named(name: str) -> mx.array:
+        known.add(name)
+        return arrays[name]
+
     for n, entry in enumerate(parsed["pieces"]):
-        before = None if entry["before"] is None else pieces[entry["before"]]
+        before = None if entry["before"] is None else pieces[checks.natural(entry["before"], "piece", n)]
+        ids = named(f"piece.{n}.ids")
+        if ids.ndim != 1 or not ids.size or ids.dtype != mx.int32 or ids.min().item() < 0:
+            raise ValueError(f"piece {n} has no tokens")
         kvs = {
-            int(i): of_arrays([arrays[f"piece.{n}.{i}.{part}"] for part in range(parts)])
+            int(i): of_arrays([named(f"piece.{n}.{i}.{part}") for part in range(checks.parts(parts) or 2)])
             for i, parts in entry["parts"].items()
         }
-        pieces.append(Piece(np.array(arrays[f"piece.{n}.ids"]), kvs, before))
+        for i, kv in kvs.items():
+            checks.check_layer(kv, ids.size, f"layer {i} of piece {n}")
+        pieces.append(Piece(np.array(ids), kvs, before))
     held = []
     for n, entry in enumerate(parsed["snapshots"]):
         at = f"snapshot.{n}"
-        recurrent = {i: Recurrent(arrays[f"{at}.{i}.S"], arrays[f"{at}.{i}.conv"]) for i in entry["layers"]}
-        drafts = {d: {name: arrays[f"{at}.{d}.{name}"] for name in names} for d, names in entry["drafts"].items()}
-        snapshot = Snapshot(pieces[entry["piece"]], recurrent, drafts)
-        held.append((entry["namespace"], snapshot, entry["class"]))
+        recurrent = {i: Recurrent(named(f"{at}.{i}.S"), named(f"{at}.{i}.conv")) for i in entry["layers"]}
+        for i, layer in recurrent.items():
+            checks.check_layer(layer, 0, f"layer {checks.natural(i, 'layer')} of snapshot {n}")
+        drafts = {d: {name: named(f"{at}.{d}.{name}") for name in names} for d, names in entry["drafts"].items()}
+        piece = pieces[checks.natural(entry["piece"], "piece", len(pieces))]
+        snapshot = Snapshot(piece, recurrent, drafts, from_file=True)
+        held.append((checks.text(entry["namespace"], "model"), snapshot, checks.natural(entry["class"], "class", 2)))
+    checks.all_known(arrays, known)
+    mx.eval(arrays)
     return held

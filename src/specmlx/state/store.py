@@ -15,7 +15,7 @@ import numpy as np
 
 from specmlx.formats.sealed import format_of, load_sealed, save_sealed
 from specmlx.kernels.gated_delta import STEP
-from specmlx.state import prompt_file
+from specmlx.state import checks, prompt_file
 from specmlx.state.prefix import Piece, Snapshot, digests
 
 # Of the memory that the device recommends to use (on the CPU: of the machine's).
@@ -163,7 +163,9 @@ class PromptCache:
                 entry = _Entry(snapshot, kind)
             else:
                 self._remove(key)
-                entry.snapshot = replace(entry.snapshot, drafts=snapshot.drafts | entry.snapshot.drafts)
+                held = entry.snapshot
+                drafts = snapshot.drafts | held.drafts
+                entry.snapshot = replace(held, drafts=drafts, from_file=held.from_file or snapshot.from_file)
                 entry.kind = max(kind, entry.kind)
             self._entries[key] = entry
             self._lengths.setdefault(namespace, Counter())[snapshot.length] += 1
@@ -242,10 +244,9 @@ def read(path: str | Path) -> tuple[list[prompt_file.Held], dict[str, str]]:
         warnings.warn(f"{path} is of an older specmlx: its prompts are run again", stacklevel=1)
         return [], {}
     arrays, header = load_sealed(Path(path), prompt_file.FORMAT)
-    try:
-        return prompt_file.unpack(arrays, header["snapshots"]), json.loads(header["metadata"])
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from None
+    with checks.damaged(path):
+        metadata = checks.texts(json.loads(header["metadata"]), "metadata")
+        return prompt_file.unpack(arrays, header["snapshots"]), metadata
 
 
 def usable_memory() -> int:

@@ -33,10 +33,12 @@ def import_caches(caches: list, states: LayerStates, heads: tuple[int, int]) -> 
         if expected is KVCache:
             lengths.add(cache.offset)
             layers.append(None if cache.empty() else KV(cache.keys, cache.values))
-            found = heads if cache.empty() else (cache.keys.shape[1], cache.keys.shape[3])
-            _check_shape(i, found, heads)
+            for x in () if cache.empty() else layers[-1]:
+                _check_shape(i, (x.shape[1], x.shape[3]), heads)
         else:
             conv, S = cache[0], cache[1]
+            if (S is None) != (conv is None):
+                raise ValueError(f"prompt_cache layer {i} holds half of a state")
             layers.append(empty if S is None else Recurrent(S, conv))
             _check_shape(
                 i, layers[-1].S.shape[1:] + layers[-1].conv.shape[1:], empty.S.shape[1:] + empty.conv.shape[1:]
