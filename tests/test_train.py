@@ -105,6 +105,41 @@ def test_a_line_is_what_a_newline_ends(tmp_path):
     assert [row.messages[0]["content"] for row in read_rows(path)] == [f"a\u2028b\x85{i}" for i in range(3)]
 
 
+def test_tool_arguments_as_json_text_reach_the_template_as_objects_and_others_are_named_by_line(tmp_path):
+    class Template:
+        has_chat_template = True
+
+        def apply_chat_template(self, messages, **_):
+            return [call["function"]["arguments"] for m in messages for call in m.get("tool_calls") or []]
+
+    def line(arguments) -> str:
+        call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+        turns = [("user", {}), ("assistant", {"tool_calls": [call]}), ("user", {})]
+        return json.dumps({"messages": [{"role": role, "content": "Where?", **more} for role, more in turns]})
+
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(line, ('{"city": "Rome"}', {"city": "Oslo"}, "", "{city"))))
+    *rows, bad = read_rows(path)
+    assert [row.ids(Template()) for row in rows] == [[{"city": "Rome"}], [{"city": "Oslo"}], [""]]
+    with pytest.raises(ValueError, match="data.jsonl, line 4: a tool call's arguments are no JSON"):
+        bad.ids(Template())
+
+
+def test_a_row_that_the_template_refuses_is_named_before_the_folder_is_made(target, tmp_path):
+    model, tokenizer = load(str(target), draft_model=None)
+    settings = Settings(drafter_config(model.config, "dflash", 3), steps=30)
+    data = tmp_path / "data.jsonl"
+    roles = ["user"] * 5 + ["stranger"] + ["user"] * 5
+    turns = [[{"role": "user", "content": f"{i}?"}, {"role": role, "content": "x"}] for i, role in enumerate(roles)]
+    data.write_text("\n".join(json.dumps({"messages": messages}) for messages in turns))
+    # As publishers' templates do with a role that they don't know.
+    refuse = "{{ raise_exception('no ' + m.role) if m.role == 'stranger' else m.content }}"
+    tokenizer.chat_template = f"{{% for m in messages %}}{refuse}{{% endfor %}}"
+    with pytest.raises(ValueError, match="data.jsonl, line 6: the chat template fails on .*: no stranger"):
+        Run(model, tokenizer, read_rows(data), settings, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_chat_template_that_is_missing_or_fails_is_one_clear_error():
     row = Row(({"role": "user", "content": "x"},))
 

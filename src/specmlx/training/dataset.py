@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ class Row:
 
     messages: turns before the answer; empty for a text. tools: what the chat template is given as such.
     category: the row's own field of that name, "" without one. held_out: whether it is kept for measuring.
+    where: the file and line that it comes from, "" for one that was made by hand.
     """
 
     messages: tuple[dict[str, Any], ...] = ()
     text: str | None = None
     tools: tuple[dict[str, Any], ...] | None = None
     category: str = ""
+    where: str = field(default="", compare=False)
 
     @property
     def key(self) -> str:
@@ -37,22 +39,42 @@ class Row:
     def ids(self, tokenizer: Any, template_config: dict[str, Any] | None = None) -> list[int]:
         """The tokens of the prompt as the chat template renders it, or of the text.
 
-        template_config: what the template is given by name, as {"enable_thinking": False}. Raises ValueError where
-        there is no chat template, or it refuses the messages.
+        template_config: what the template is given by name, as {"enable_thinking": False}. Raises ValueError, naming
+        the row's line, where there is no chat template, it refuses the messages, or a tool's arguments are no JSON.
         """
         if self.text is not None:
             return tokenizer.encode(self.text)
         if not tokenizer.has_chat_template:
             raise ValueError("the model's tokenizer has no chat template: give rows of text")
         tools = list(self.tools) if self.tools else None
+        where = f"{self.where}: " if self.where else ""
         try:
+            messages = [_parsed(message) for message in self.messages]
             return tokenizer.apply_chat_template(
-                list(self.messages), tools=tools, add_generation_prompt=True, **(template_config or {})
+                messages, tools=tools, add_generation_prompt=True, **(template_config or {})
             )
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}a tool call's arguments are no JSON ({error.msg})") from None
         # A template is a program that came with the model: it may raise anything.
         except Exception as error:
             asked = json.dumps(self.messages, ensure_ascii=False)[:80]
-            raise ValueError(f"the chat template fails on {asked}: {error}") from error
+            raise ValueError(f"{where}the chat template fails on {asked}: {error}") from error
+
+
+def _parsed(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls' arguments, JSON text in OpenAI's form, are objects, as templates take them."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return message | {"tool_calls": [_parsed_call(call) for call in calls]}
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str) or not arguments:
+        return call
+    return call | {"function": function | {"arguments": json.loads(arguments)}}
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -75,7 +97,7 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
         if not line.strip():
             raise ValueError(f"{path}, line {number} is empty: give lines of JSON with {_FORMS}")
         try:
-            row = _row(json.loads(line))
+            row = replace(_row(json.loads(line)), where=f"{path}, line {number}")
             yield row.key, row
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: no JSON ({error.msg})") from None

@@ -104,7 +104,7 @@ class Run:
         self.kept = [row for row in rows if row.held_out] or [min(rows, key=lambda row: row.key)]
         apart = {row.key for row in self.kept}
         self.learned = [row for row in rows if row.key not in apart]
-        self._check_rows()
+        self._check_rows(() if resume else rows)
         self.drafter = self._drafter()
         self.exports = tuple(exports)
         for packaging in self.exports:
@@ -222,15 +222,16 @@ class Run:
             steps = (s.minutes * 60 - len(self.learned) * row) / step
         return max(CALIBRATION, round(steps))
 
-    def _check_rows(self) -> None:
+    def _check_rows(self, new: Sequence[Row]) -> None:
         if not self.learned:
             raise ValueError("there is one row, and it is held out: give more rows to learn from")
         most, asked = self.model.config.max_position_embeddings, self.settings.max_length
         if most is not None and most < asked:
             raise ValueError(f"max_length is {asked}: the model has {most} positions")
-        # What is wrong with the chat template is wrong for every chat: told before anything is written.
-        if chats := [row for row in self.learned if row.text is None]:
-            chats[0].ids(self.tokenizer, self.settings.chat_template_config)
+        # What the chat template refuses is told before anything is written.
+        for row in new:
+            if row.text is None:
+                row.ids(self.tokenizer, self.settings.chat_template_config)
 
     def _opened(self, settings: Settings, resume: bool) -> Settings:
         path = self.folder / SETTINGS
