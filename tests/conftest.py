@@ -22,6 +22,7 @@ import pytest
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "linux_bits: asserts equal bits; skipped elsewhere than on Linux")
+    config.addinivalue_line("markers", "real_file: needs a download from PyPI; runs with -m real_file only")
 
 
 def pytest_collection_modifyitems(items):

@@ -144,6 +144,16 @@ TARGETS = (
         "gguf",
     ),
     Row(
+        "GGUF `llama`, `qwen2` and `qwen3`, the same types, with `rope_freqs` and `rope.scaling.*`",
+        "runs by mlx-lm's classes; mlx-lm's logits on the values within 1e-4, ropes as ggml turns them",
+        "written in the test, read by numpy",
+        (
+            "test_gguf_models::test_a_plain_files_logits_are_mlx_lms_on_its_values",
+            "test_gguf_models::test_the_rope_turns_rows_as_ggml_does",
+        ),
+        ("test_gguf_models::test_a_rope_that_can_not_be_mapped_is_refused_by_its_key_and_inspect_says_the_same",),
+    ),
+    Row(
         "GGUF: other architectures, Q2_K, Q3_K, IQ, TQ, MXFP4",
         "refused, with the tensor's name and type",
         "the same, edited",

@@ -16,7 +16,6 @@ from specmlx.conversion import convert
 from specmlx.formats.gguf import TYPES, read_gguf
 from specmlx.formats.gguf_blocks import BITS, DENSE, to_mlx
 from specmlx.targets.checkpoint import load_target
-from specmlx.targets.gguf_tokenizer import write_tokenizer
 
 GOLDENS = Path(__file__).parent / "goldens" / "gguf"
 SIZES = {kind: size for kind, _, size in TYPES.values()}
@@ -97,29 +96,6 @@ def test_a_files_own_tokenizer_gives_the_ids_of_transformers(tmp_path):
     assert mlx_lm.load(str(converted))[1].encode("Hello fox") == tokenizer.encode("Hello fox")
 
 
-TOKENIZER = read_gguf(GOLDENS / "tokenized.gguf").metadata
-
-
-@pytest.mark.parametrize(
-    ("changes", "word"),
-    [
-        ({"model": "llama"}, "is a 'llama' of kind 'qwen35', not a 'gpt2'"),
-        ({"pre": "llama-bpe"}, "of kind 'llama-bpe'"),
-        ({"pre": ["qwen35"]}, "of kind"),
-        ({"tokens": None}, "it has no tokenizer.ggml.tokens"),
-        ({"tokens": [1, 2]}, "it has no tokenizer.ggml.tokens"),
-        ({"tokens": ["a", "a"]}, "has a token twice"),
-        ({"merges": ["a"]}, "tokenizer.ggml.merges has 'a', not two parts"),
-        ({"token_type": [1]}, "tokenizer.ggml.token_type says not"),
-        ({"add_bos_token": True}, "add_bos_token is set"),
-    ],
-)
-def test_a_tokenizer_that_can_not_be_one_of_qwens_is_refused_in_one_line(changes, word, tmp_path):
-    with pytest.raises(ValueError) as error:
-        write_tokenizer(TOKENIZER | {f"tokenizer.ggml.{key}": value for key, value in changes.items()}, tmp_path)
-    assert word in str(error.value) and "\n" not in str(error.value) and not list(tmp_path.iterdir())
-
-
 def test_a_directory_with_a_tokenizer_generates_and_one_without_says_so(tmp_path):
     shutil.copy(GOLDENS / "model.gguf", tmp_path)
     with pytest.raises(ValueError, match="model.gguf has no tokenizer that can be used .*: put the model's"):
@@ -152,7 +128,7 @@ WRONG = {
     "a missing key": (lambda data: data.replace(b"qwen35.ssm.state_size", b"qwen35.ssm.state_syze"), "ssm.state_size"),
     "a stranger": (
         lambda data: data.replace(b"blk.0.ssm_out", b"blk.0.ssm_oot"),
-        "ssm_oot.weight: a Qwen3.5 model has no such tensor",
+        "ssm_oot.weight: a qwen3_5 model has no such tensor",
     ),
     "cut": (lambda data: data[:-5000], "it may be cut"),
     "cut in the header": (lambda data: data[:1000], "in the middle of its header"),

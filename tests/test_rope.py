@@ -93,9 +93,10 @@ def test_other_models_configs_and_drafters_are_read_by_the_same_rules(name):
         ({"partial_rotary_factor": "1"}, "partial_rotary_factor is '1': it must be a number"),
         ({"partial_rotary_factor": 0.1}, "partial_rotary_factor is 0.1: it must be a share of head_dim 32"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5: it must be a positive number at most 1"),
+        ({"rope_scaling": DEFAULT | {"rope_type": "longrope"}}, "config.json lacks short_factor"),
         (
-            {"rope_scaling": DEFAULT | {"rope_type": "longrope"}},
-            "rope_type is 'longrope': not supported; specmlx knows",
+            {"rope_scaling": DEFAULT | {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}},
+            "rope_type is longrope with a short_factor that is not its long_factor",
         ),
         ({"rope_parameters": {"type": "su"}}, "rope_type is 'su': not supported"),
         ({"rope_parameters": {"rope_type": 1}}, "rope_type is 1: it must be a name"),

@@ -9,6 +9,7 @@ from specmlx.drafters.config import is_language_model
 from specmlx.drafters.pairing import TargetSizes, check_pair
 from specmlx.formats.checkpoint import tensors_of
 from specmlx.hub import CachedRepo, base_models, cached_id, cached_repos, is_id
+from specmlx.targets.gguf import gguf_files, has_head, read_parts
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,16 @@ class Choice:
 
 
 def choose_drafter(name: str, path: Path, target: TargetSizes, cache: Path | None = None) -> Choice:
-    """The drafter for a target in a directory that goes by `name`: by its Hub id, its base model, its architecture.
+    """The drafter for a target in a directory or GGUF file that goes by `name`: by its Hub id, its base model, its
+    architecture.
 
     `cache`: another Hub cache than the local one. Of several the first published for it is taken, then the first by id;
     last of all the MTP head in the target's own files. No weight is read.
     """
     here = [repo for repo in cached_repos(cache) if _fits(repo, target)]
-    ids = [found for found in (cached_id(path), name if is_id(name) else None) if found]
-    bases = base_models(path)
+    folder = path if path.is_dir() else path.parent
+    ids = [found for found in (cached_id(folder), name if is_id(name) else None) if found]
+    bases = base_models(folder)
     known = known_target([*ids, *bases])
     for repo, why in _fitting(here, ids, bases, known):
         return Choice(str(repo.path), f"{repo.id} ({why})")
@@ -39,6 +42,8 @@ def choose_drafter(name: str, path: Path, target: TargetSizes, cache: Path | Non
 def has_mtp(path: Path) -> bool:
     """Whether a target's files have its MTP head."""
     try:
+        if files := gguf_files(path):
+            return has_head(read_parts(files))
         return any(name.startswith(("mtp.", "model.mtp.", "language_model.mtp.")) for name in tensors_of(path))
     except ValueError:
         return False

@@ -9,12 +9,14 @@ from typing import Any
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.pairing import is_split_mtp
 from specmlx.formats.checkpoint import read_config, shards_of
-from specmlx.formats.gguf import GGUF, read_gguf
+from specmlx.formats.gguf import read_gguf
 from specmlx.formats.header import Entry
 from specmlx.formats.quantization import check_quantization
 from specmlx.formats.scaled import is_scaled
 from specmlx.targets.config import MODEL_TYPES, HybridConfig
-from specmlx.targets.gguf import config_of, gguf_files
+from specmlx.targets.gguf import gguf_files, planned, read_parts
+from specmlx.targets.gguf_config import blocks
+from specmlx.targets.gguf_tokenizer import tokenizer_files
 
 TARGET, DRAFTER, MTP_HEAD = "target", "drafter", "MTP head"
 EMBEDDING, EXPERTS, VISION, MTP = "embedding", "experts", "vision", "MTP head"
@@ -81,7 +83,7 @@ class Inspection:
 def inspect_path(path: Path) -> Inspection:
     """What a directory or a GGUF file is. Raises ValueError in one line where its headers can't be read."""
     if files := gguf_files(path):
-        return _inspect_gguf(path, [read_gguf(file) for file in files])
+        return _inspect_gguf(path, files)
     if not path.is_dir():
         raise ValueError(f"{path} is neither a directory nor a .gguf file")
     config, shards = read_config(path), shards_of(path).values()
@@ -142,8 +144,7 @@ def _read(config: dict[str, Any], tensors: dict[str, Entry]) -> tuple[str, str, 
     if model_type in MODEL_TYPES:
         geometry, questions = _tried(lambda: _sizes(HybridConfig.from_dict(config)))
     else:
-        text = {**config, **(config.get("text_config") or {})}
-        geometry = {k: v for k, v in text.items() if type(v) is int and k.endswith(("_size", "_layers", "_heads"))}
+        geometry = _plain({**config, **(config.get("text_config") or {})})
     if any(re.search(GROUPS[MTP], name) for name in tensors):
         geometry["mtp"] = True
     _, unread = _tried(lambda: check_quantization(config, model_type in MODEL_TYPES) or {})
@@ -173,6 +174,10 @@ def _sizes(config: HybridConfig) -> dict[str, Any]:
     names += ["linear_num_key_heads", "linear_num_value_heads", "tie_word_embeddings"]
     names += ["num_experts", "num_experts_per_tok"] if config.num_experts else ["intermediate_size"]
     return {name: getattr(config, name) for name in names} | {"linear_layers": linear}
+
+
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in config.items() if type(v) is int and k.endswith(("_size", "_layers", "_heads"))}
 
 
 def _drafter_sizes(config: DrafterConfig) -> dict[str, Any]:
@@ -206,20 +211,27 @@ def _per_pass(groups: dict[str, Group], config: dict[str, Any], what: str) -> in
     return total
 
 
-def _inspect_gguf(path: Path, files: list[GGUF]) -> Inspection:
-    tensors = {name: info for file in files for name, info in file.tensors.items()}
-    groups = _groups({name: info.end - info.start for name, info in tensors.items()})
-    geometry: dict[str, Any] = {}
-    vocab = tensors["token_embd.weight"].shape[0] if "token_embd.weight" in tensors else 0
-    tied = "output.weight" not in tensors
-    config, questions = _tried(lambda: config_of(files[0], vocab, tied))
-    if not questions:
-        geometry, questions = _tried(lambda: _sizes(HybridConfig.from_dict(config)))
+def _inspect_gguf(path: Path, files: list[Path]) -> Inspection:
+    parts, questions = [read_gguf(file) for file in files if file.is_file()], []
+    tensors = {name: info for part in parts for name, info in part.tensors.items()}
+    heads = tuple(f"blk.{i}." for i in blocks(tensors)[1])
+    groups = _groups(
+        {f"{'mtp.' * name.startswith(heads)}{name}": info.end - info.start for name, info in tensors.items()}
+    )
+    config, geometry = {}, {}
+    try:
+        _, config = planned(read_parts(files))
+        geometry = _sizes(HybridConfig.from_dict(config)) if config["model_type"] in MODEL_TYPES else _plain(config)
+        geometry |= {"mtp": True} if heads else {}
+        with tokenizer_files(path):
+            pass
+    except ValueError as error:
+        questions.append(_one_line(error))
     kinds = sorted({info.kind for info in tensors.values()})
     return Inspection(
         path=str(path),
         what=TARGET,
-        kind=str(files[0].metadata.get("general.architecture")),
+        kind=str(parts[0].metadata.get("general.architecture")) if parts else "unknown",
         packaging=f"GGUF, {', '.join(kinds)}",
         files=len(files),
         tensors=len(tensors),

@@ -109,8 +109,6 @@ def load(
             # tokenizers raises a bare Exception.
             except Exception as error:
                 raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
-        # A GGUF file is one of a directory.
-        path = path if path.is_dir() else path.parent
         _attach(model, name, path, draft_model, dtype, settings)
         choose_kernels(model, consistent)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
@@ -151,9 +149,9 @@ def _load_drafter(
     if path_or_hf_repo == NGRAM:
         drafter = NGram()
     elif path_or_hf_repo == MTP:
-        if not isinstance(model, Model) or model.directory is None:
+        if not isinstance(model, Model) or model.source is None:
             raise ValueError("draft_model='mtp' needs a target that was loaded from files: this one was not")
-        drafter = load_mtp(model.directory, model, dtype)
+        drafter = load_mtp(model.source, model, dtype)
     else:
         check_drafter_name(str(path_or_hf_repo))
         _check_before(str(path_or_hf_repo), model)
@@ -219,21 +217,21 @@ def _choose_drafter_kernels(drafter: Drafter, dtype: mx.Dtype) -> None:
 def _attach(
     model: Model | AnyLM, name: str, path: Path, draft_model: Any, dtype: mx.Dtype | None, settings: DraftSettings
 ) -> None:
-    drafter, reason = None, None
+    drafter, reason, folder = None, None, path if path.is_dir() else path.parent
     if draft_model is None:
         reason = "draft_model is None"
     elif draft_model != AUTO:
         named = isinstance(draft_model, (str, Path))
         drafter = _load_drafter(draft_model, model, dtype, settings) if named else draft_model
         if not named and settings != DraftSettings():
-            settings.apply(drafter, [path])
+            settings.apply(drafter, [folder])
     elif named := model.config.draft_model:
-        if (found := _named(path, named)) is None:
+        if (found := _named(folder, named)) is None:
             reason = f"the drafter that the config names, {named}, is not on this machine: pass draft_model={named!r}"
         else:
             drafter = _load_drafter(found, model, dtype, settings)
-    elif (path / "draft").is_dir():
-        drafter = _load_drafter(path / "draft", model, dtype, settings)
+    elif (folder / "draft").is_dir():
+        drafter = _load_drafter(folder / "draft", model, dtype, settings)
     else:
         drafter, reason = _chosen(model, name, path, dtype, settings)
     if drafter is None:

@@ -17,19 +17,23 @@ from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import place
 from specmlx.targets.checkpoint import cast
 from specmlx.targets.config import HybridConfig
+from specmlx.targets.gguf import fill, gguf_files, has_head, head_weights, read_parts
+from specmlx.targets.gguf_config import config_of
 from specmlx.targets.weights import stacked_experts
 
 _PREFIX = re.compile(r"(?:model\.|language_model\.)*mtp\.")
 
 
 def load_mtp(path: str | Path, target: RunningTarget, dtype: mx.Dtype | None = None) -> MTP:
-    """The MTP head in a directory, paired with its target; `dtype` casts its floating-point weights.
+    """The MTP head in a directory or a GGUF file, paired with its target; `dtype` casts its floating-point weights.
 
     Published files hold norms as w - 1. Converted ones hold w, w - 1, or both, and no file says so but ours: norms are
     then what the target's own text shows (see `mtp_norms`), which stderr is told. Raises ValueError, one line, for a
     directory without a head, a head that doesn't fit, and missing, extra or misshapen tensors.
     """
     path = Path(path)
+    if files := gguf_files(path):
+        return _load_gguf(files, target, dtype)
     config = read_config(path)
     if reasons := mtp_reasons(config, target.config):
         raise ValueError(f"the MTP head in {path} can't serve this target: {'; '.join(reasons)}")
@@ -86,6 +90,24 @@ def build_mtp(
     quantize_as_stored(head, weights)
     check_names(head, weights, where)
     head.load_weights(list(weights.items()))
+    return _paired(head, target, dtype)
+
+
+def _load_gguf(files: list[Path], target: NormedTarget, dtype: mx.Dtype | None) -> MTP:
+    """The head of `nextn.*` blocks, whose norms llama.cpp's converter writes as w."""
+    parts = read_parts(files)
+    config = config_of(parts)
+    if not has_head(parts):
+        raise ValueError(f"{files[0]} has no MTP head (no nextn.* tensors): take a file that was converted with it")
+    if reasons := mtp_reasons(config, target.config):
+        raise ValueError(f"the MTP head in {files[0]} can't serve this target: {'; '.join(reasons)}")
+    head = MTPHead(HybridConfig.from_dict(config))
+    fill(head, head_weights(parts, config, head))
+    head.set_dtype(mx.float32)
+    return _paired(head, target, dtype)
+
+
+def _paired(head: MTPHead, target: NormedTarget, dtype: mx.Dtype | None) -> MTP:
     if dtype is not None:
         cast(head, dtype)
     if mx.default_device() == mx.cpu:

@@ -18,6 +18,7 @@ _NEEDS = {
     "linear": ("factor",),
     "proportional": (),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("original_max_position_embeddings",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 MOST_POSITIONS = (1 << 31) - 1
@@ -89,6 +90,11 @@ def _check(rope: dict[str, Any]) -> None:
         for name in ("mscale", "mscale_all_dim"):
             read(rope, name, float, None, least=0)
         read(rope, "truncate", bool, None)
+    elif kind == "longrope":
+        short, long = (read(rope, name, [float], above=0) for name in ("short_factor", "long_factor"))
+        if short != long:
+            raise ValueError("rope_type is longrope with a short_factor that is not its long_factor: not supported")
+        read(rope, "attention_factor", float, above=0)
     elif kind == "llama3":
         read(rope, "high_freq_factor", float, above=rope["low_freq_factor"])
 
@@ -125,7 +131,10 @@ def max_length(rope: dict[str, Any], positions: int) -> int:
 
 
 def periods(rope: dict[str, Any], dims: int) -> mx.array:
-    """Periods `[dims / 2]` float32, as mx.fast.rope takes them: a row at position p is turned by p / period."""
+    """Periods `[dims / 2]` float32, as mx.fast.rope takes them: a row at position p is turned by p / period.
+
+    Raises ValueError where a longrope has another number of factors.
+    """
     theta, kind, factor = rope["rope_theta"], rope["rope_type"], rope.get("factor", 1.0)
     if is_plain(rope):
         return mx.array([slowdown(rope) * theta ** (i / dims) for i in range(0, dims, 2)], dtype=mx.float32)
@@ -136,6 +145,10 @@ def periods(rope: dict[str, Any], dims: int) -> mx.array:
         return mx.array(turns, dtype=mx.float32)
     # In the order of mlx-lm's operations, so that bits are its own.
     fast = theta ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+    if kind == "longrope":
+        if len(factors := rope["short_factor"]) != dims // 2:
+            raise ValueError(f"short_factor has {len(factors)} factors: {dims // 2} would fit")
+        return fast * mx.array(factors, dtype=mx.float32)
     return _yarn(rope, dims, fast) if kind == "yarn" else _llama3(rope, fast)
 
 
@@ -167,8 +180,8 @@ def _llama3(rope: dict[str, Any], fast: mx.array) -> mx.array:
 
 
 def attention_factor(rope: dict[str, Any]) -> float:
-    """What YaRN multiplies turned queries and keys by, else 1."""
-    if rope["rope_type"] != "yarn":
+    """What YaRN and longrope multiply turned queries and keys by, else 1."""
+    if rope["rope_type"] not in ("yarn", "longrope"):
         return 1.0
     if (given := rope.get("attention_factor")) is not None:
         return given

@@ -58,8 +58,9 @@ class AnyLM(Drafted, nn.Module):
         self._config = _config(model, config or {})
         self._outline = Outline(model)
         self._state_layers = len(make_prompt_cache(model))
-        # Where its files are, if it was loaded.
+        # Where its files are, if it was loaded; and what was named, which may be a GGUF file.
         self.directory: Path | None = None
+        self.source: Path | None = None
         # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
         self.kernel_note: str | None = None
         # The processes that have the other parts of it.

@@ -109,7 +109,7 @@ def _finished(
         mx.eval(model.parameters())
     target = model if isinstance(model, Model) else AnyLM(model, config)
     target.sharding_group = group
-    target.directory = path if path.is_dir() else path.parent
+    target.directory, target.source = path if path.is_dir() else path.parent, path
     return target
 
 

@@ -93,8 +93,9 @@ class Model(Drafted, nn.Module):
         self.args = config
         self.model_type = config.model_type
         self.language_model = TextModel(config)
-        # Where its files are, if it was loaded: an MTP head is among them.
+        # Where its files are, if it was loaded; and what was named, which may be a GGUF file: an MTP head is in it.
         self.directory: Path | None = None
+        self.source: Path | None = None
         # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
         self.kernel_note: str | None = None
         # The processes that have the other parts of it.
