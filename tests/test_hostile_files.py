@@ -1,6 +1,7 @@
 """Files that were made to break a reader: each loads or ends in one line, and none takes memory that it has not."""
 
 import json
+import os
 import random
 import resource
 import shutil
@@ -13,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import save_config, save_model
-from rig import TINY, mlx_lm_twin, tiny
+from rig import TINY, mlx_lm_twin, small_tokenizer, tiny
 
 from specmlx.inspection import inspect_path
 from specmlx.loading import load, load_drafter, resolve
@@ -195,6 +196,35 @@ def test_arrays_in_arrays_of_a_gguf_end_at_a_depth(tmp_path):
     key = struct.pack("<Q", 1) + b"k" + value
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + bytes(64))
     assert "at depth 4" in outcome(tmp_path / "m.gguf")
+
+
+FILES = ["config.json", "generation_config.json", "hf_quant_config.json", "model.safetensors.index.json"]
+FILES += ["model-extra.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json"]
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "sparse"])
+def test_a_file_that_is_none_or_endless_is_refused_wherever_a_model_has_files(kind, copy):
+    small_tokenizer(copy)
+    # The index that mlx-lm wrote: without it all files count.
+    (copy / "model.safetensors.index.json").unlink()
+    for name in FILES:
+        file, kept = copy / name, copy.parent / "kept"
+        if file.exists():
+            file.rename(kept)
+        if kind == "fifo":
+            os.mkfifo(file)
+        elif kind == "link":
+            file.symlink_to("/dev/zero")
+        else:
+            with file.open("wb") as stream:
+                stream.truncate(1 << 33)
+        said = one_line(lambda: load(str(copy), draft_model=None))
+        assert name in said, (name, said)
+        file.unlink()
+        if kept.exists():
+            kept.rename(file)
+    os.mkfifo(copy.parent / "m.gguf")
+    assert "is a FIFO" in one_line(lambda: inspect_path(copy.parent / "m.gguf"))
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])

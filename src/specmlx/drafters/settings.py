@@ -14,6 +14,7 @@ from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.small_lm import SmallLM
 from specmlx.drafters.vocabulary import shorten
+from specmlx.formats.header import read_small
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
 from specmlx.kernels.backend import on_metal
 
@@ -99,13 +100,14 @@ class DraftSettings:
 
     def _shortlist(self, vocab_size: int, directories: Sequence[Path]) -> mx.array:
         files = [Path(self.draft_vocab_file)] if self.draft_vocab_file else [d / FREQUENCIES for d in directories]
-        file = next((file for file in files if file.is_file()), None)
+        file = next((file for file in files if file.exists()), None)
         if file is None:
             where = " nor ".join(str(file) for file in files) or FREQUENCIES
             raise ValueError(f"draft_vocab is {self.draft_vocab} but there is no {where}: pass draft_vocab_file")
+        text = read_small(file)
         try:
-            ids = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+            ids = json.loads(text.decode())
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file} is not JSON ({error})") from None
         if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
             raise ValueError(f"{file} is no list of token ids below {vocab_size}, the most frequent first")

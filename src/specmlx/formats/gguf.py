@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from specmlx.formats.header import regular_size
+
 # Name of a tensor's type, values in a block of it, bytes of a block.
 TYPES = {
     0: ("F32", 1, 4),
@@ -70,7 +72,7 @@ class GGUF:
 
 def read_gguf(path: Path) -> GGUF:
     """The header of a file. Raises ValueError, one line with the file's name, for what is no whole GGUF file."""
-    size = path.stat().st_size
+    size = regular_size(path)
     try:
         with path.open("rb") as stream:
             return _Reader(stream, size).read(path)

@@ -72,6 +72,17 @@ def read_small(file: Path, most: int = MOST) -> bytes:
         raise ValueError(f"can't read {file}: {error.strerror}") from None
 
 
+def check_small_files(folder: Path) -> None:
+    """Raise ValueError in one line for a config or tokenizer file of a directory that `read_small` would refuse.
+
+    For libraries that open these by themselves.
+    """
+    for pattern in ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*"):
+        for file in folder.glob(pattern):
+            if not file.is_dir() and (size := regular_size(file)) > MOST:
+                raise ValueError(f"{file} has {size} bytes: no such file has more than {MOST}")
+
+
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of a whole safetensors file. Raises ValueError, one line with the file's name, for any other."""
     try:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from specmlx.drafters.proposal import Drafter
 from specmlx.generation import stream_generate
 from specmlx.speculation.stats import Stats
+from specmlx.targets.adapters import read_adapter
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import cast
 from specmlx.targets.hybrid import Model
@@ -158,6 +159,8 @@ def decode_mlx_lm(
     from mlx_lm.generate import generate_step
     from mlx_lm.sample_utils import make_logits_processors
 
+    if adapter_path is not None and "peft_type" in read_adapter(Path(adapter_path)):
+        raise ValueError(f"mlx_lm can't load {adapter_path}, a PEFT adapter: take another reference")
     model, _ = mlx_lm.load(str(path), adapter_path=adapter_path)
     if dtype is not None:
         cast(model, getattr(mx, dtype))

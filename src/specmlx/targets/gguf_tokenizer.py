@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specmlx.formats.gguf import read_gguf
+from specmlx.formats.header import check_small_files
 from specmlx.targets.gguf import gguf_files
 
 NAMES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -70,7 +71,8 @@ def tokenizer_files(path: Path) -> Iterator[Path]:
     Raises ValueError in one line where there is none.
     """
     folder = path if path.is_dir() else path.parent
-    if any((folder / name).is_file() for name in NAMES):
+    if any((folder / name).exists() for name in NAMES):
+        check_small_files(folder)
         yield folder
         return
     files = gguf_files(path)
