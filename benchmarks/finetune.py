@@ -26,10 +26,10 @@ from specmlx.training.dataset import Row
 from specmlx.training.geometry import KINDS, default_rate, drafter_config, mask_token
 from specmlx.training.loop import Schedule, train
 from specmlx.training.run import Run, Settings
-from specmlx.training.target import next_token_loss
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
+from make_demo.loss import next_token_loss  # noqa: E402
 from make_demo.words import NAMES, WORDS  # noqa: E402
 
 SHARE = 0.1

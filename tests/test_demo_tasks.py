@@ -13,12 +13,12 @@ import pytest
 import specmlx.demo
 from specmlx.demo import tasks
 from specmlx.demo.tasks import KINDS
-from specmlx.training.tokenizer import SPECIAL_TOKENS, train_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from make_demo.chats import QUESTION_WEIGHT, PackedChats, packed_batches  # noqa: E402
 from make_demo.templates import COPYING, held_out_examples, is_held_out, sample, training_examples  # noqa: E402
+from make_demo.tokenizer import SPECIAL_TOKENS, train_tokenizer  # noqa: E402
 
 TARGET = Path(specmlx.demo.__file__).parent / "target"
 

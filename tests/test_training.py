@@ -1,5 +1,8 @@
 """Training: the packed drafter pass against a loop over anchors, the losses against numpy, and resuming."""
 
+import sys
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -11,7 +14,10 @@ from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.training.drafter import DraftLoss, draft_loss, sample_anchors, slot_losses
 from specmlx.training.loop import Schedule, train
-from specmlx.training.target import next_token_loss
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from make_demo.loss import next_token_loss  # noqa: E402
 
 BLOCK, TAPS, LENGTH = 4, [1, 3], 40
 

@@ -13,7 +13,9 @@ from mlx.utils import tree_flatten
 
 import specmlx.demo
 from make_demo.chats import VOCABULARY, PackedChats, tokenizer_texts
+from make_demo.loss import next_token_loss
 from make_demo.templates import held_out_examples, training_examples
+from make_demo.tokenizer import train_tokenizer
 from specmlx.demo.tasks import KINDS, QUESTIONS_FILE
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH2
@@ -28,8 +30,6 @@ from specmlx.training.drafter import DraftLoss, LossFunction, sample_anchors
 from specmlx.training.loop import Schedule, train
 from specmlx.training.mtp import mtp_loss
 from specmlx.training.run import Run, Settings, begun
-from specmlx.training.target import next_token_loss
-from specmlx.training.tokenizer import train_tokenizer
 
 HERE = Path(specmlx.demo.__file__).parent
 SEED = 20261130
