@@ -4,6 +4,7 @@ import mlx.core as mx
 from scripted import Context, right_with
 
 from specmlx import PromptCache
+from specmlx.boundaries import turns
 from specmlx.drafters.proposal import Proposal
 from specmlx.generation import stream_generate
 from specmlx.prompt_cache import make_prompt_cache
@@ -51,13 +52,13 @@ def ids_alone(model, tokenizer, prompt, count, **options):
 
 def in_lanes(model, tokenizer, drafter, prompts, counts, policies, **options):
     """The ids that lanes, three at a time, were given; and their jobs, whose conversations have their states back."""
-    scheduler = Scheduler(model, tokenizer, drafter, None, max_lanes=3, prompt_cache=PromptCache(), **options)
+    scheduler = Scheduler(model, drafter, None, max_lanes=3, prompt_cache=PromptCache(), **options)
     jobs, given = [], [[] for _ in prompts]
     for prompt, count, policy, tokens in zip(prompts, counts, policies, given, strict=True):
         stats = Stats("speculative")
         reply = Reply(tokenizer, StopStrings(()), len(prompt), stats)
         take, done = (lambda r, tokens=tokens: tokens.append(r.token)), (lambda error: None)
-        jobs.append(Job(prompt, policy, reply, stats, take, done, frozenset({281}), count))
+        jobs.append(Job(prompt, policy, reply, stats, take, done, frozenset({281}), count, turns(tokenizer)))
         scheduler.add(jobs[-1])
     while not scheduler.idle:
         scheduler.step()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from rig import SMALL, small_tokenizer, tiny
 
 from specmlx import (
@@ -234,3 +235,26 @@ def test_a_program_that_ends_while_an_engine_or_a_thread_is_at_work_keeps_its_ex
         "a thread": 9,
         "a forked process": 10,
     }, done.stderr
+
+
+def test_a_template_that_does_not_end_stops_nobody_elses_request(model, tokenizer):
+    threads, begun, may_end, texts = set(), threading.Event(), threading.Event(), []
+
+    def template(messages, **_):
+        threads.add(threading.current_thread().name)
+        if threading.current_thread().name == "stuck":
+            begun.set()
+            assert may_end.wait(60)
+        return "".join(f"<|im_start|>{m['content']}<|im_end|>" for m in messages) + "<|im_start|>"
+
+    chatting = TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=tokenizer.eos_token_ids, chat_template=template)
+    with Engine(model, chatting, prompt_cache=PromptCache()) as engine:
+        stuck = threading.Thread(target=lambda: texts.append(engine.submit(PROMPTS[2], 3).text()), name="stuck")
+        stuck.start()
+        assert begun.wait(60)
+        assert engine.submit(PROMPTS[2], 3).text() == generate(model, tokenizer, PROMPTS[2], max_tokens=3)
+        assert not texts
+        may_end.set()
+        stuck.join(60)
+    assert texts == [generate(model, tokenizer, PROMPTS[2], max_tokens=3)]
+    assert threads == {"stuck", "MainThread"}

@@ -140,7 +140,7 @@ def test_a_lane_that_began_plain_and_is_drafted_beside_another_says_so(tmp_path)
     tokenizer, model = small_tokenizer(tmp_path), tiny(3, **SMALL)
     prompts, counts, jobs = [[7, 8, 9], [5, 4]], [30, 20], []
     texts = [p + ids_alone(model, tokenizer, p, n, draft_model=None)[0] for p, n in zip(prompts, counts, strict=True)]
-    scheduler = Scheduler(model, tokenizer, KnowsTheTexts(texts), LaneWidths(Clockless))
+    scheduler = Scheduler(model, KnowsTheTexts(texts), LaneWidths(Clockless))
     for prompt, count in zip(prompts, counts, strict=True):
         stats = Stats("speculative")
         reply = Reply(tokenizer, StopStrings(()), len(prompt), stats)

@@ -5,10 +5,8 @@ import json
 import os
 import random
 import resource
-import shutil
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from mlx_lm.generate import generate_step
@@ -195,7 +193,14 @@ def test_bytes_that_are_changed_cut_or_added_are_noticed(kind, folder, tmp_path)
     def read():
         return load_prompt_cache(str(file)) if kind != "prompts" else PromptCache().load(file)
 
-    spoilt = [data + b"\0", data + data, data[:-1], data[: 8 + length], data[:7], (1 << 62).to_bytes(8, "little") + data]
+    spoilt = [
+        data + b"\0",
+        data + data,
+        data[:-1],
+        data[: 8 + length],
+        data[:7],
+        (1 << 62).to_bytes(8, "little") + data,
+    ]
     for _ in range(25):
         other = bytearray(data)
         other[rng.randrange(8, 8 + length)] ^= 1 << rng.randrange(8)

@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from specmlx.boundaries import Turns, turns
 from specmlx.drafters.proposal import Drafter
 from specmlx.generation import choose_drafter, choose_width, plain_sampler, wrapped_tokenizer
 from specmlx.loading import AUTO
@@ -99,6 +100,7 @@ class Jobs:
             # Rounds of requests that take turns can't be timed, and nobody asked for this drafter.
             self.drafter = None
             self._stats = Stats(mode="plain", reason=self.model.no_draft_reason)
+        self._caching, self._template = False, None
         self.width = None if num_draft_tokens == FULL else num_draft_tokens
         if self.drafter is not None and num_draft_tokens in (AUTO, None):
             self.width = LaneWidths(partial(choose_width, self.model, self.drafter, AUTO))
@@ -117,9 +119,10 @@ class Jobs:
             if options.get(name, 1) < 1:
                 raise ValueError(f"{name} is {options[name]}: it must be at least 1")
         kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
+        self._caching = options.get("prompt_cache") is not None
         # Refused before any prompt runs.
         open_cache(self.model, None, kv_format)
-        return Scheduler(self.model, self.tokenizer, self.drafter, self.width, kv_format=kv_format, **options)
+        return Scheduler(self.model, self.drafter, self.width, kv_format=kv_format, **options)
 
     def new(
         self,
@@ -148,7 +151,13 @@ class Jobs:
             done=done,
             stop_tokens=frozenset(self.tokenizer.eos_token_ids),
             max_tokens=max_tokens,
+            turns=self._turns() if self._caching else None,
         )
+
+    def _turns(self) -> Turns:
+        if self._template is None:
+            self._template = turns(self.tokenizer)
+        return self._template
 
 
 class _Answer:

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.boundaries import turns
 from specmlx.distributed import agreed
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
@@ -179,7 +180,7 @@ def _responses(
             if isinstance(prompt_cache, PromptCache):
                 tokens_left(context_limit(model, max_kv_size), len(ids))
                 check_memory(model, len(ids), kv_format)
-                reuse = stack.enter_context(reusing(prompt_cache, model, tokenizer, drafter, ids, kv_format))
+                reuse = stack.enter_context(reusing(prompt_cache, model, turns(tokenizer), drafter, ids, kv_format))
                 prompt_cache = reuse.conversation
                 options |= reuse.options(options["progress"])
             conversation = open_cache(model, prompt_cache, kv_format)

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specmlx import boundaries
+from specmlx.boundaries import Turns, keeps, stable
 from specmlx.drafters.proposal import Drafter, Fingerprinted, Packable
 from specmlx.speculation.drafting import observe
 from specmlx.state import checks
@@ -32,7 +32,7 @@ class Reuse:
         self,
         cache: PromptCache,
         model: Model | AnyLM,
-        tokenizer: Any,
+        turns: Turns,
         drafter: Drafter | None,
         ids: Sequence[int],
         snapshot: Snapshot | None,
@@ -42,7 +42,6 @@ class Reuse:
         self.cache = cache
         self.model = model
         self.namespace = namespace
-        self.tokenizer = tokenizer
         self.ids = ids
         self.snapshot = snapshot
         self._begun_with = snapshot
@@ -54,7 +53,7 @@ class Reuse:
         self.length = len(self.conversation.processed)
         if snapshot is not None and self._drafter is not None:
             self._draft(snapshot.drafts.get(self._drafter.fingerprint))
-        self._turns = boundaries.turns(tokenizer)
+        self._turns = turns
         self.marks = self._marks()
 
     def _checked(self, snapshot: Snapshot, empty: Any) -> Snapshot:
@@ -97,7 +96,7 @@ class Reuse:
         conversation = self.conversation
         keep = self.cache.keep_answers
         if keep is None:
-            keep = boundaries.keeps(self.tokenizer, answer, self.ids, self._turns)
+            keep = keeps(answer, self.ids, self._turns)
         if keep and not conversation.states.broken and len(conversation.processed) >= len(self.ids):
             if self._drafter is not None:
                 observe(conversation, self._drafter)
@@ -112,7 +111,7 @@ class Reuse:
         """Row counts up to one token before the prompt's end, none soon behind the rows that are in or another one."""
         most = len(self.ids) - 1
         every = self.cache.checkpoint_every
-        turns = [min(place, most) for place in boundaries.stable(self.ids, self._turns)]
+        turns = [min(place, most) for place in stable(self.ids, self._turns)]
         # Too near to the end to save much: the turn's own snapshot is there.
         marks = dict.fromkeys(range(every, max(turns) - every // 2, every), CHECKPOINT)
         junction = self.cache.common(self.namespace, self.ids)
@@ -146,17 +145,18 @@ class Reuse:
 def reusing(
     cache: PromptCache,
     model: Model | AnyLM,
-    tokenizer: Any,
+    turns: Turns,
     drafter: Drafter | None,
     ids: Sequence[int],
     kv_format: KVFormat | None = None,
 ) -> Iterator[Reuse]:
     """A request's use of the cache, for a prompt of `ids`; what it begins with is pinned while the context lasts.
 
+    turns: what the chat template does to them.
     Snapshots serve the same model with keys and values kept in the same format.
     """
     if kv_format is not None and isinstance(model, AnyLM):
         raise ValueError("kv_bits can't be had for this model's conversations: only for a hybrid's")
     namespace = model.fingerprint + (f" {kv_format.name}" if kv_format else "")
     with cache.find(namespace, ids) as snapshot:
-        yield Reuse(cache, model, tokenizer, drafter, ids, snapshot, namespace, kv_format)
+        yield Reuse(cache, model, turns, drafter, ids, snapshot, namespace, kv_format)

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from specmlx.boundaries import Turns
 from specmlx.drafters.proposal import Drafter
 from specmlx.limits import check_memory, context_limit, tokens_left, warn_if_full
 from specmlx.prompt_cache import open_cache
@@ -34,7 +35,7 @@ class Job:
     """A request on its way. `emit` gets its responses, `done` what ended it: None or an exception; once, at the end.
 
     Setting `cancelled` ends it at the next step, without a word more. `limit`: how long the conversation may get and
-    what says so, where that is what `max_tokens` comes from.
+    what says so, where that is what `max_tokens` comes from. `turns`: where there is a prompt cache.
     """
 
     ids: list[int]
@@ -45,6 +46,7 @@ class Job:
     done: Callable[[Exception | None], None]
     stop_tokens: frozenset[int]
     max_tokens: int
+    turns: Turns | None = None
     cancelled: bool = False
     over: bool = False
     limit: tuple[int, str] | None = None
@@ -72,7 +74,6 @@ class Scheduler:
     def __init__(
         self,
         model: Any,
-        tokenizer: Any,
         drafter: Drafter | None,
         width: int | LaneWidths | None,
         *,
@@ -82,7 +83,7 @@ class Scheduler:
         max_kv_size: int | None = None,
         kv_format: KVFormat | None = None,
     ):
-        self.model, self.tokenizer, self.drafter = model, tokenizer, drafter
+        self.model, self.drafter = model, drafter
         self.width = width
         self.max_lanes = max_lanes
         self.prefill_step_size = prefill_step_size
@@ -188,7 +189,7 @@ class Scheduler:
         if left is not None and not 0 < job.max_tokens <= left:
             job.max_tokens, job.limit = left, self.limit
         if self.prompt_cache is not None:
-            cache = reusing(self.prompt_cache, self.model, self.tokenizer, self.drafter, job.ids, self.kv_format)
+            cache = reusing(self.prompt_cache, self.model, job.turns, self.drafter, job.ids, self.kv_format)
             job.reuse = job.resources.enter_context(cache)
             options = job.reuse.options(None)
         job.conversation = open_cache(self.model, job.reuse and job.reuse.conversation, self.kv_format)
