@@ -190,11 +190,14 @@ def test_a_target_without_a_drafter_is_compared_with_prompt_lookup(directory, tm
 
 @pytest.mark.parametrize(
     "bits, changes, prompts",
-    [(None, (), 60), (4, (), 60), (8, (), 60), (None, ("--dtype", "bfloat16", "--limit", "20"), 20)],
+    [(None, (), 60), (4, (), 20), (8, (), 20), (None, ("--dtype", "bfloat16"), 20)],
     ids=["fp32", "4-bit", "8-bit", "bf16"],
 )
 def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, changes, prompts, tmp_path):
     pair = write_demo(tmp_path / "pair", bits=bits)
+    questions = (pair / "prompts.txt").read_text().splitlines()
+    # Of every kind, one at least.
+    (pair / "prompts.txt").write_text("\n".join(questions[:: len(questions) // prompts]))
     drafters = ["--draft-model", str(pair / "dflash"), "--draft-model", str(pair / "dspark")]
     args = [
         "parity",
@@ -219,7 +222,7 @@ def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, changes, prompts, tmp_pa
             assert found["acceptance_length"] > 4
             # Every accepted count, 0 to the drafter's most.
             assert len(found["accept_histogram"]) == read_config(Path(name))["block_size"] + name.endswith("dspark")
-            assert min(found["accept_histogram"]) > 0
+            assert prompts < 60 or min(found["accept_histogram"]) > 0
 
 
 def test_the_demo_pair_samples_the_same_with_and_without_a_drafter():
