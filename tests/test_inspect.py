@@ -142,6 +142,8 @@ def server(request, tmp_path):
 
 def test_a_remote_file_is_inspected_without_its_weights(server):
     endpoint, handler, folder = server
+    # A file that the index doesn't name.
+    mx.save_safetensors(str(folder / "model-left-over.safetensors"), {"language_model.model.norm.weight": mx.zeros(2)})
     with httpx2.Client() as client:
         repo = remote_repo("owner/name", client=client, endpoint=endpoint)
     size = (folder / "model.safetensors").stat().st_size
@@ -149,7 +151,8 @@ def test_a_remote_file_is_inspected_without_its_weights(server):
     # A server that sends whole files may have filled the sockets' buffers before it learns of the hang-up.
     assert handler.sent < (100_000 if handler.ranges else size)
     local = inspect_path(folder)
-    assert sum(entry.nbytes for entry in repo.tensors.values()) == local.bytes and repo.config["hidden_size"] == 64
+    assert sum(entry.nbytes for entry in repo.tensors.values()) == local.bytes and repo.files == local.files == 1
+    assert repo.config["hidden_size"] == 64
 
 
 @pytest.mark.parametrize("body", [b"", b"short", b"\x00" * 64, (20).to_bytes(8, "little") + b"{" * 20, b"\xff" * 99])

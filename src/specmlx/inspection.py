@@ -212,7 +212,7 @@ def _per_pass(groups: dict[str, Group], config: dict[str, Any], what: str) -> in
 
 
 def _inspect_gguf(path: Path, files: list[Path]) -> Inspection:
-    parts, questions = [read_gguf(file) for file in files if file.is_file()], []
+    parts, questions = [read_gguf(file) for file in files if file.exists()], []
     tensors = {name: info for part in parts for name, info in part.tensors.items()}
     heads = tuple(f"blk.{i}." for i in blocks(tensors)[1])
     groups = _groups(

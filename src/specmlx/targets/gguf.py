@@ -89,7 +89,7 @@ def read_parts(files: list[Path]) -> list[GGUF]:
     parts: list[GGUF] = []
     seen: dict[str, Path] = {}
     for file in files:
-        if not file.is_file():
+        if not file.exists():
             raise ValueError(f"{file} is missing: it is a part of {files[0].name}")
         parts.append(read_gguf(file))
         for name in parts[-1].tensors:
