@@ -180,6 +180,42 @@ def test_ctrl_c_is_obeyed_between_two_tokens(directory, monkeypatch):
     assert "Stopped.\n" in result.stderr and "and 3 generated tokens" in result.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("when", ["within the answer", "before a question"])
+def test_a_chat_that_is_ended_by_a_signal_keeps_its_session(number, when, directory, tmp_path, monkeypatch):
+    file, answers = tmp_path / "chat", []
+
+    def stream(*args, **kwargs):
+        for n, response in enumerate(specmlx.stream_generate(*args, **kwargs)):
+            if n == 2 and when == "within the answer":
+                signal.raise_signal(number)
+            answers.append(response)
+            yield response
+
+    def lines():
+        yield "Hello " * 70
+        signal.raise_signal(number)
+        yield "Never answered"
+
+    monkeypatch.setattr(specmlx.cli.dialogue, "stream_generate", stream)
+    monkeypatch.setattr(specmlx.cli.chat, "_lines", lines)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
+    try:
+        result = run("chat", "--model", directory, "-m", 9, "--prompt-cache-file", file)
+        assert (signal.default_int_handler, before[1]) == (
+            signal.getsignal(signal.SIGINT),
+            signal.getsignal(signal.SIGTERM),
+        )
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+    assert result.exit_code == (130 if number == signal.SIGINT else 128 + number), result.output
+    within = when == "within the answer"
+    assert len(answers) <= 3 if within else len(answers) > 3
+    model, _ = specmlx.load(directory, draft_model=None)
+    cache = specmlx.PromptCache()
+    assert cache.load(file, model.fingerprint) == {"model": str(directory)} and len(cache)
+
+
 def test_ctrl_c_stops_the_answer_and_not_the_chat(directory):
     # The bias forbids the end, so the answer would go on for ever.
     args = ["chat", "--model", str(directory), "-m", "-1", "--logit-bias", json.dumps({2: -100, 0: -100})]

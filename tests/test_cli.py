@@ -138,6 +138,31 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_2(tmp_path):
     assert result.stderr.startswith("Error: no such directory: ") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate", "--model", "missing/model"],
+        ["generate", "--no-such-flag"],
+        ["generate", "--max-tokens", "0"],
+        ["parity", "--model", "./missing"],
+        ["bench", "--model", "./missing"],
+        ["evaluate", "--data", "missing.jsonl"],
+        ["inspect", "./missing"],
+        ["roofline", "--chip", "no such chip"],
+        ["kernels", "--off", "nothing"],
+        ["models", "extra"],
+        ["doctor", "extra"],
+        ["generat"],
+    ],
+    ids=" ".join,
+)
+def test_with_json_a_failure_is_one_object_too(args):
+    result = run(*args, "--json")
+    assert result.exit_code == 2 and result.stderr.startswith("Error: ") and result.stderr.count("\n") == 1
+    assert json.loads(result.stdout) == {"error": result.stderr.removeprefix("Error: ").removesuffix("\n")}
+    assert run(*args).stdout == ""
+
+
 def test_json_is_one_object_with_every_figure(directory, pair):
     got = as_json("--model", directory, "-p", "Hello", "-m", 40, *OFTEN, *FULL)
     assert list(got) == FIELDS.split()

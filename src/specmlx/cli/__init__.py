@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import json
 import time
 import warnings
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import click
 
 from specmlx import __version__
 from specmlx.cli.launched import join, launched_rank
-from specmlx.cli.terminal import note
+from specmlx.cli.terminal import note, say
 
 _COMMANDS = (
     "generate",
@@ -45,6 +46,10 @@ class Failure(click.ClickException):
 
     exit_code = 2
 
+    def __init__(self, message: str, as_json: bool = False):
+        super().__init__(message)
+        self.as_json = as_json
+
     def format_message(self) -> str:
         return " ".join(self.message.split()) or "unknown error"
 
@@ -53,6 +58,8 @@ class Failure(click.ClickException):
         if launched_rank():
             time.sleep(SILENCE)
         else:
+            if self.as_json:
+                say(json.dumps({"error": self.format_message()}))
             note(f"Error: {self.format_message()}")
 
 
@@ -76,31 +83,35 @@ class Commands(click.Group):
             raise Failure(f"{found[0]} runs in one process: under mlx.launch there is specmlx {_TOGETHER}")
         return found
 
-    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _one_line():
-            return super().make_context(*args, **kwargs)
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **kwargs: Any) -> click.Context:
+        as_json = "--json" in args
+        with _one_line(as_json):
+            ctx = super().make_context(info_name, args, *rest, **kwargs)
+            # Known before the subcommand's flags are read, which may be what is wrong.
+            ctx.obj = as_json
+            return ctx
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _one_line(), warnings.catch_warnings():
+        with _one_line(ctx.obj), warnings.catch_warnings():
             warnings.showwarning = lambda message, *_: note(f"Warning: {message}")
             return super().invoke(ctx)
 
 
 @contextlib.contextmanager
-def _one_line() -> Iterator[None]:
+def _one_line(as_json: bool) -> Iterator[None]:
     try:
         yield
     # click's own ways to end are RuntimeErrors too.
-    except (click.exceptions.Exit, click.Abort, Failure):
+    except (click.exceptions.Exit, click.Abort):
         raise
     except click.ClickException as error:
-        raise Failure(error.format_message()) from None
+        raise Failure(error.format_message(), as_json) from None
     except KeyboardInterrupt:
         raise click.exceptions.Exit(130) from None
     except (ValueError, OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             raise
-        raise Failure(str(error)) from error
+        raise Failure(str(error), as_json) from error
 
 
 @click.group(cls=Commands, invoke_without_command=True)

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +18,8 @@ from specmlx.formats.atomic import check_folder
 HELP = "q (quit, exit, /exit) quits, r forgets the conversation, h (/help) shows this; Ctrl-C stops an answer"
 # Lines that are no questions: mlx_lm's letters, and what other programs call them.
 QUIT, HELP_ME = ("q", "quit", "exit", "/exit"), ("h", "/help")
+# What ends a chat from outside; there is one process, so that no rank waits in mlx where no handler runs.
+_ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command(short_help="Talk with a model.")
@@ -93,41 +95,42 @@ def chat(
     note(f"{target.model}: {HELP}")
     if show_draft:
         note("This colour: guessed by the drafter, confirmed by the target.", fg="green")
-    for line in _lines():
-        word = line.strip()
-        if word in QUIT:
-            break
-        if word in HELP_ME:
-            note(HELP)
-        elif word == "r":
-            dialogue = begin()
-            note("The conversation is forgotten.")
-        elif word:
-            with answers() as out:
-                last = _answer(dialogue, line, out, show_draft, color)
-            if last is not None:
-                note(summary(last))
-    if prompt_cache_file is not None:
-        cache.save(prompt_cache_file, {"model": target.model})
+    with _handled(_ENDINGS, _end):
+        try:
+            for line in _lines():
+                word = line.strip()
+                if word in QUIT:
+                    break
+                if word in HELP_ME:
+                    note(HELP)
+                elif word == "r":
+                    dialogue = begin()
+                    note("The conversation is forgotten.")
+                elif word:
+                    with answers() as out:
+                        last = _answer(dialogue, line, out, show_draft, color)
+                    if last is not None:
+                        note(summary(last))
+        finally:
+            if prompt_cache_file is not None:
+                cache.save(prompt_cache_file, {"model": target.model})
 
 
 def _answer(dialogue: Any, question: str, out: TextIO, show_draft: bool, color: bool | None) -> Any:
     """Print an answer as it comes and return its last response; None where there is none."""
     last, colored = None, out.isatty() if color is None else color
     try:
-        with _interruptible() as interrupted:
+        with _between_tokens() as check_signals:
 
             def progress(processed: int, total: int) -> None:
                 prefill_status(processed, total)
-                if interrupted():
-                    raise KeyboardInterrupt
+                check_signals()
 
             with contextlib.closing(dialogue.ask(question, progress)) as responses:
                 for last in responses:
                     drafted = show_draft and last.from_draft
                     say(last.text, out, nl=False, fg="green" if drafted and colored else None)
-                    if interrupted():
-                        raise KeyboardInterrupt
+                    check_signals()
     except KeyboardInterrupt:
         show_status("")
         say(out=out)
@@ -141,22 +144,38 @@ def _answer(dialogue: Any, question: str, out: TextIO, show_draft: bool, color: 
     return last
 
 
+def _end(signum: int, *_: Any) -> None:
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + signum)
+
+
 @contextlib.contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C is noted, to be obeyed between two tokens where everything is consistent; a second one raises at once."""
-    seen = False
-
-    def note_it(signum: int, frame: Any) -> None:
-        nonlocal seen
-        if seen:
-            raise KeyboardInterrupt
-        seen = True
-
-    before = signal.signal(signal.SIGINT, note_it)
+def _handled(signals: Sequence[int], handler: Callable) -> Iterator[None]:
+    before = {signum: signal.signal(signum, handler) for signum in signals}
     try:
-        yield lambda: seen
+        yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for signum, old in before.items():
+            signal.signal(signum, old)
+
+
+@contextlib.contextmanager
+def _between_tokens() -> Iterator[Callable[[], None]]:
+    """Signals are noted, to be obeyed by the function given, where everything is consistent; a second one at once."""
+    seen: list[int] = []
+
+    def note_it(signum: int, *_: Any) -> None:
+        if seen:
+            _end(signum)
+        seen.append(signum)
+
+    def obey() -> None:
+        if seen:
+            _end(seen[0])
+
+    with _handled((signal.SIGINT, *_ENDINGS), note_it):
+        yield obey
 
 
 def _lines() -> Iterator[str]:
