@@ -228,6 +228,17 @@ def test_a_file_that_is_none_or_endless_is_refused_wherever_a_model_has_files(ki
     assert "is a FIFO" in one_line(lambda: inspect_path(copy.parent / "m.gguf"))
 
 
+@pytest.mark.parametrize("value", [(9, 0, 1 << 33), (9, 8, 1 << 28), (8, 1 << 33)])
+def test_a_gguf_header_is_bounded_by_what_a_model_needs_and_not_by_the_files_size(value, tmp_path):
+    key = struct.pack("<Q", 1) + b"k" + struct.pack("<I", value[0])
+    key += struct.pack("<IQ", *value[1:]) if len(value) == 3 else struct.pack("<Q", value[1])
+    with (tmp_path / "m.gguf").open("wb") as file:
+        file.write(b"GGUF" + struct.pack("<IQQ", 3, 0, 40) + key)
+        # Sparse: it takes no room on the disk.
+        file.truncate(9 << 30)
+    assert "no model" in outcome(tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_100_mutated_drafter_configs_load_or_are_refused_in_one_line(kind, tmp_path):
     rng = random.Random(3)

@@ -43,6 +43,8 @@ TYPES = {
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _DEPTH = 4
+# Bytes of a header and items of an array; the largest published vocabularies take some 15 MB and half a million merges.
+_MOST, _MOST_ITEMS = 1 << 26, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def read_gguf(path: Path) -> GGUF:
 
 class _Reader:
     def __init__(self, stream: Any, size: int):
-        self.stream, self.size = stream, size
+        self.stream, self.size, self.at = stream, size, 0
 
     def read(self, path: Path) -> GGUF:
         if self._bytes(4) != b"GGUF":
@@ -109,7 +111,7 @@ class _Reader:
             or align > self.size
         ):
             raise ValueError(f"its alignment is {align!r}")
-        start = -(-self.stream.tell() // align) * align
+        start = -(-self.at // align) * align
         return GGUF(path, metadata, self._placed(entries, start, align))
 
     def _placed(self, entries: list, start: int, align: int) -> dict[str, TensorInfo]:
@@ -150,6 +152,8 @@ class _Reader:
         if kind != _ARRAY or depth == _DEPTH:
             raise ValueError(f"a value has type {kind} at depth {depth}")
         kind, length = self._number("I"), self._number("Q")
+        if length > _MOST_ITEMS:
+            raise ValueError(f"it has an array of {length} values: no model needs so many")
         if kind in _NUMBERS:
             data = self._bytes(length * struct.calcsize(f"<{_NUMBERS[kind]}"))
             return list(struct.unpack(f"<{length}{_NUMBERS[kind]}", data))
@@ -162,6 +166,9 @@ class _Reader:
         return struct.unpack(f"<{form}", self._bytes(struct.calcsize(f"<{form}")))[0]
 
     def _bytes(self, length: int) -> bytes:
-        if length > self.size - self.stream.tell():
+        self.at += length
+        if self.at > self.size:
             raise ValueError(f"it ends at {self.size} bytes, in the middle of its header")
+        if self.at > _MOST:
+            raise ValueError(f"its header has more than {_MOST} bytes: no model's is so large")
         return self.stream.read(length)
