@@ -67,7 +67,7 @@ def test_what_small_files_tell_is_said_before_what_takes_seconds_to_import(tmp_p
     (begun / "training" / "run.json").write_text("{}")
     wrong = {
         "no such directory": ["generate", "--model", tmp_path / "nowhere"],
-        "temp must be 0": ["chat", "--temp", "-1"],
+        "temp is -1.0: it must be a finite number of at least 0": ["chat", "--temp", "-1"],
         "config.json lacks hidden_size": ["parity", "--model", tmp_path],
         "is a drafter (DFlashDraftModel)": ["generate", "--model", "demo/dflash"],
         "no demo part named": ["bench", "--draft-model", "demo/nothing"],

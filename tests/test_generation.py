@@ -89,7 +89,7 @@ def test_a_prompt_may_be_text_or_ids_of_any_kind(model, tokenizer):
         (dict(stop=["a", ""]), "stop string is empty"),
         (dict(sampler=lambda logprobs: logprobs.argmax(-1), seed=1), "seed=1"),
         (dict(sampler=0.5), "sampler must be callable"),
-        (dict(seed="x"), "seed must be an integer"),
+        (dict(seed="x"), "seed is 'x': it must be an integer"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_in_one_line(model, tokenizer, options, word):

@@ -284,7 +284,7 @@ def test_what_cannot_be_honoured_is_refused_in_one_line():
         (lambda: Policy(foreign, seed=7), "seed=7 .*make_sampler"),
         (lambda: Policy(sampler=0.7), "sampler must be callable, got 0.7"),
         (lambda: Policy(processors=[None]), "logits_processors must be callable, got None"),
-        (lambda: Policy(seed=True), "seed must be an integer"),
+        (lambda: Policy(seed=True), "seed is True: it must be an integer"),
         (lambda: Policy().at(0).accept(mx.zeros((1, 2), mx.int32), None, logits), "1 rows for 2 tokens"),
         (lambda: Policy(None, penalties).at(0).accept(nothing, None, logits), "history="),
         (

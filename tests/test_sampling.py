@@ -191,7 +191,7 @@ def test_noise_of_many_indices_equals_single_calls_bit_for_bit_wherever_it_is_dr
 
 
 def test_seeds_domains_and_indices_have_noise_of_their_own():
-    seeds = [0, 1, -1, 255, 256, -256, 2**32, 2**64, 2**64 + 1, -(2**200), 10**5000]
+    seeds = [0, 1, 255, 256, 2**32, 2**64, 2**64 + 1, 10**5000]
     draws = {
         (seed, domain, index): tuple(Noise(seed).gumbel(domain, mx.array([[index]]), 4)[0, 0].tolist())
         for seed in seeds
@@ -212,13 +212,13 @@ def test_seeds_domains_and_indices_have_noise_of_their_own():
 
 
 def test_lanes_with_a_seed_each_have_the_noise_of_their_seed_alone(bit_exact):
-    got = Noise([7, -3]).gumbel("token", mx.array([[4, 5], [9, 10]]), 6)
+    got = Noise([7, 3]).gumbel("token", mx.array([[4, 5], [9, 10]]), 6)
     bit_exact(got[:1], Noise(7).gumbel("token", mx.array([[4, 5]]), 6))
-    bit_exact(got[1:], Noise(-3).gumbel("token", mx.array([[9, 10]]), 6))
-    assert Noise([7, -3]).gumbel("token", mx.zeros((2, 0), mx.int32), 6).shape == (2, 0, 6)
+    bit_exact(got[1:], Noise(3).gumbel("token", mx.array([[9, 10]]), 6))
+    assert Noise([7, 3]).gumbel("token", mx.zeros((2, 0), mx.int32), 6).shape == (2, 0, 6)
 
 
 @pytest.mark.parametrize("seed", [True, 1.5, "7", [1, None], [False]])
 def test_seeds_that_are_no_integers_are_refused(seed):
-    with pytest.raises(ValueError, match="seed must be an integer"):
+    with pytest.raises(ValueError, match="seed is .*: it must be an integer of at least 0"):
         Noise(seed)

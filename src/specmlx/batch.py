@@ -14,7 +14,7 @@ from specmlx.drafters.proposal import Drafter
 from specmlx.generation import choose_drafter, choose_width, plain_sampler, wrapped_tokenizer
 from specmlx.loading import AUTO
 from specmlx.prompt_cache import open_cache
-from specmlx.prompts import check_max_tokens, encode_prompt
+from specmlx.prompts import encode_prompt
 from specmlx.responses import GenerationResponse, Reply
 from specmlx.scheduler import Job, Scheduler
 from specmlx.speculation.lane_width import LaneWidths
@@ -28,6 +28,7 @@ from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.threads import clear_streams_at_end
+from specmlx.values import check
 
 
 @dataclass
@@ -93,6 +94,7 @@ class Jobs:
         self.tokenizer = wrapped_tokenizer(tokenizer)
         if self.model.sharding_group is not None:
             raise ValueError("the model is split over several processes: they answer one request at a time")
+        num_draft_tokens = check("num_draft_tokens", num_draft_tokens)
         self.drafter: Drafter | None
         self.drafter, self._stats = choose_drafter(self.model, draft_model, num_draft_tokens, Policy())
         unasked = self.drafter is not None and self.drafter is self.model.fallback
@@ -115,9 +117,7 @@ class Jobs:
         **options: Any,
     ) -> Scheduler:
         """Options as `batch_generate`'s. Raises ValueError for those that can't be honoured."""
-        for name in ("max_lanes", "prefill_step_size"):
-            if options.get(name, 1) < 1:
-                raise ValueError(f"{name} is {options[name]}: it must be at least 1")
+        options |= {name: check(name, options[name]) for name in ("max_lanes", "prefill_step_size")}
         kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
         self._caching = options.get("prompt_cache") is not None
         # Refused before any prompt runs.
@@ -137,9 +137,9 @@ class Jobs:
         done: Callable[[Exception | None], None],
     ) -> Job:
         """A request, checked as `stream_generate` does. Raises ValueError."""
-        check_max_tokens(max_tokens)
+        max_tokens = check("max_tokens", max_tokens)
         ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size)
-        policy = Policy(plain_sampler(sampler), logits_processors, seed)
+        policy = Policy(plain_sampler(sampler), logits_processors, check("seed", seed))
         stats = Stats(self._stats.mode, self._stats.reason or policy.reason)
         stops = StopStrings(stop)
         return Job(

@@ -16,6 +16,7 @@ from specmlx.mailbox import Mailbox
 from specmlx.responses import GenerationResponse
 from specmlx.scheduler import Job
 from specmlx.state.store import PromptCache
+from specmlx.values import check
 
 # Seconds for which the end of the program waits for a callable of a request's.
 PATIENCE = 5.0
@@ -93,8 +94,7 @@ class Engine:
         kv_group_size: int = 64,
         quantized_kv_start: int = 5000,
     ):
-        if max_waiting < 1:
-            raise ValueError(f"max_waiting is {max_waiting}: it must be at least 1")
+        max_waiting = check("max_waiting", max_waiting)
         self._jobs = Jobs(model, tokenizer, draft_model, num_draft_tokens)
         self._scheduler = self._jobs.scheduler(
             kv_bits,

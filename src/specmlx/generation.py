@@ -24,7 +24,7 @@ from specmlx.prompt_cache import (
     open_cache,
     save_prompt_cache,
 )
-from specmlx.prompts import check_max_tokens, encode_prompt
+from specmlx.prompts import encode_prompt
 from specmlx.responses import GenerationResponse, Reply, summary
 from specmlx.reuse import reusing
 from specmlx.speculation.costs import costs_file
@@ -42,6 +42,7 @@ from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 from specmlx.threads import clear_streams_at_end
+from specmlx.values import check, integer
 
 __all__ = [
     "GenerationResponse",
@@ -112,14 +113,13 @@ def stream_generate(
         raise ValueError("input_embeddings is not supported yet: leave it out")
     kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
     context_limit(model, max_kv_size)
-    check_max_tokens(max_tokens)
-    if prefill_step_size < 1:
-        raise ValueError(f"prefill_step_size is {prefill_step_size}: it must be at least 1")
+    max_tokens, prefill_step_size = check("max_tokens", max_tokens), check("prefill_step_size", prefill_step_size)
+    num_draft_tokens = check("num_draft_tokens", num_draft_tokens)
     tokenizer = wrapped_tokenizer(tokenizer)
     ids = encode_prompt(tokenizer, prompt, model.vocab_size)
     if model.sharding_group is not None and isinstance(prompt_cache, PromptCache):
         raise ValueError("the model is split over several processes: use make_prompt_cache(model), not a PromptCache")
-    policy = Policy(plain_sampler(sampler), logits_processors, seed)
+    policy = Policy(plain_sampler(sampler), logits_processors, check("seed", seed))
     drafter, stats = choose_drafter(model, draft_model, num_draft_tokens, policy)
     stops = StopStrings(stop)
     return _responses(
@@ -257,8 +257,6 @@ def _on_stream(tokens: Iterator[Token], stream: Any) -> Iterator[Token]:
 def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | str | None, policy: Policy):
     """The drafter to use, or none, and the stats that say so."""
     reason = policy.reason
-    if isinstance(num_draft_tokens, str) and num_draft_tokens not in (AUTO, FULL):
-        raise ValueError(f"num_draft_tokens is {num_draft_tokens!r}: give a number, {AUTO!r} or {FULL!r}")
     if isinstance(draft_model, str) and draft_model == AUTO:
         drafter = model.draft_model
         if drafter is None:
@@ -267,12 +265,11 @@ def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int
         drafter, reason = None, "draft_model is None"
     else:
         drafter = load_drafter(draft_model, model) if isinstance(draft_model, str) else draft_model
-    if drafter is None:
-        if num_draft_tokens and not isinstance(num_draft_tokens, str):
-            raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
-        return None, Stats(mode="plain", reason=reason)
-    if not isinstance(drafter, Drafter):
+    if drafter is not None and not isinstance(drafter, Drafter):
         raise ValueError(f"draft_model is a {type(drafter).__name__}: load a drafter with specmlx.load_drafter")
+    check_width(drafter, num_draft_tokens, reason)
+    if drafter is None:
+        return None, Stats(mode="plain", reason=reason)
     if isinstance(drafter, BlockDrafter | MTP) and drafter.target.embedding is not model.embedding:
         raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
     if num_draft_tokens == 0:
@@ -280,6 +277,18 @@ def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int
     if drafter is model.fallback:
         reason = policy.reason or f"prompt lookup drafts: {model.no_draft_reason}"
     return drafter, Stats(mode="speculative", reason=reason or model.kernel_note)
+
+
+def check_width(drafter: Drafter | None, num_draft_tokens: int | str | None, reason: str | None = None) -> None:
+    """Raises ValueError where a drafter (or none, for `reason`) proposes fewer tokens than are wanted."""
+    if num_draft_tokens is None or isinstance(num_draft_tokens, str):
+        return
+    if drafter is not None:
+        most = drafter.max_width
+        allowed = f"an integer from 0 to {most}, which is all that this drafter proposes, {AUTO!r} or {FULL!r}"
+        integer("num_draft_tokens", num_draft_tokens, 0, most, allowed)
+    elif num_draft_tokens:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
 
 
 def choose_width(

@@ -10,6 +10,7 @@ from specmlx.state.store import usable_memory
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.config import FULL
 from specmlx.targets.hybrid import Model
+from specmlx.values import check
 
 
 def context_limit(model: Model | AnyLM, *max_kv_sizes: int | None) -> tuple[int, str] | None:
@@ -23,10 +24,9 @@ def context_limit(model: Model | AnyLM, *max_kv_sizes: int | None) -> tuple[int,
         what = what if made_for == model.config.max_position_embeddings else "length by rope_parameters"
     limit = None if made_for is None else (made_for, f"the model's {what}")
     for size in max_kv_sizes:
+        size = check("max_kv_size", size)
         if size is None:
             continue
-        if size < 1:
-            raise ValueError(f"max_kv_size is {size}: it must be at least 1")
         if made_for is not None and size > made_for:
             raise ValueError(f"max_kv_size is {size}: the model's {what} is {made_for}")
         if limit is None or size < limit[0]:

@@ -7,16 +7,6 @@ from typing import Any
 import mlx.core as mx
 
 
-def check_max_tokens(max_tokens: int) -> None:
-    """Raises ValueError for what can't be a number of tokens."""
-    try:
-        fits = max_tokens == -1 or operator.index(max_tokens) > 0
-    except TypeError:
-        fits = False
-    if not fits:
-        raise ValueError(f"max_tokens is {max_tokens!r}: it must be at least 1, or -1 for no limit")
-
-
 def check_text(text: str) -> None:
     """Raises ValueError for text that is no Unicode, as Python makes of bytes that are no UTF-8."""
     try:

@@ -65,9 +65,9 @@ def chat(
     with answers():
         model, tokenizer = target.load(draft_model, drafting=drafting)
     from specmlx.cli.dialogue import Dialogue
-    from specmlx.generation import PromptCache, summary
+    from specmlx.generation import PromptCache, check_width, summary
 
-    options.check_width(model.draft_model, num_draft_tokens, model.no_draft_reason)
+    check_width(model.draft_model, num_draft_tokens, model.no_draft_reason)
     if not tokenizer.has_chat_template:
         raise ValueError(f"the tokenizer of {target.model} has no chat template: use specmlx generate")
 

@@ -88,7 +88,7 @@ def generate(
         if prompt_cache_file and prompt_cache is None:
             prompt_cache = _prompts(prompt_cache_file, model)
         for token in extra_eos_token:
-            _add_stop_token(tokenizer, token)
+            _add_stop_token(tokenizer, token, model.vocab_size)
         _warm_up(model, tokenizer, num_draft_tokens)
         text, tokens, response, mode = "", [], None, ""
         for response in stream_generate(
@@ -222,10 +222,10 @@ def _read(prompt: str) -> str:
     return prompt
 
 
-def _add_stop_token(tokenizer: Any, token: str) -> None:
+def _add_stop_token(tokenizer: Any, token: str, vocab: int) -> None:
     # mlx_lm would take the tokenizer's unknown token for a word that is none of its tokens.
-    if not token.isdigit() and token not in tokenizer.get_vocab():
-        raise ValueError(f"--extra-eos-token {token!r} is neither a token of this tokenizer nor an id")
+    if not (token.isdecimal() and int(token) < vocab) and (token.isdecimal() or token not in tokenizer.get_vocab()):
+        raise ValueError(f"--extra-eos-token {token!r} is neither a token of this tokenizer nor an id below {vocab}")
     tokenizer.add_eos_token(token)
 
 

@@ -12,6 +12,7 @@ import click
 from specmlx.cli.flags import grouped, json_object
 from specmlx.cli.template import check_template_config, render
 from specmlx.cli.terminal import status
+from specmlx.values import check
 
 if TYPE_CHECKING:
     from specmlx.cli.drafting import DraftFlags
@@ -124,18 +125,12 @@ def loading(name: str) -> Iterator[None]:
             raise ValueError(f"can't load {name}: {error!r}") from error
 
 
-def _max_tokens(ctx: click.Context, param: click.Parameter, value: int) -> int:
-    if value == 0 or value < -1:
-        raise click.BadParameter(f"{value}: it must be at least 1, or -1 for no limit.")
-    return value
-
-
-def _num_draft_tokens(ctx: click.Context, param: click.Parameter, value: str) -> int | str:
-    if value in ("auto", "full"):
-        return value
-    if not value.isdecimal():
-        raise click.BadParameter(f"{value}: it must be auto, full, or a number of at least 0.")
-    return int(value)
+def checked(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """A callback that checks an option as the functions that take it do; a text that is a number becomes one."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = int(value)
+    return check(param.name, value)
 
 
 def max_tokens_option(default: int) -> Callable:
@@ -145,7 +140,7 @@ def max_tokens_option(default: int) -> Callable:
         type=int,
         default=default,
         show_default=True,
-        callback=_max_tokens,
+        callback=checked,
         help="Most tokens of an answer; -1 is no limit.",
     )
 
@@ -189,7 +184,7 @@ draft_model_option = click.option(
 def num_draft_tokens_option(default: str) -> Callable:
     return click.option(
         "--num-draft-tokens",
-        callback=_num_draft_tokens,
+        callback=checked,
         default=default,
         show_default=True,
         metavar="auto|full|N",
@@ -199,15 +194,12 @@ def num_draft_tokens_option(default: str) -> Callable:
 
 prefill_step_size_option = click.option(
     "--prefill-step-size",
-    type=click.IntRange(min=1),
+    type=int,
+    callback=checked,
     default=2048,
     show_default=True,
     help="Prompt tokens per step, rounded up to a multiple of 64.",
 )
-
-
-def _kv_bits(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
-    return int(value) if value is not None and value.isdigit() else value
 
 
 @dataclass(frozen=True)
@@ -236,11 +228,12 @@ kv_options = grouped(
     KVFlags,
     click.option(
         "--max-kv-size",
-        type=click.IntRange(min=1),
+        type=int,
+        callback=checked,
         metavar="N",
         help="Most tokens of a conversation; default: the model's positions. What is longer is refused.",
     ),
-    click.option("--kv-bits", metavar="N|int8", callback=_kv_bits, help="Keys and values in 2 to 8 bits, or int8."),
+    click.option("--kv-bits", metavar="N|int8", callback=checked, help="Keys and values in 2 to 8 bits, or int8."),
     click.option("--kv-group-size", type=int, default=64, show_default=True, help="Elements that share a scale."),
     click.option(
         "--quantized-kv-start",
@@ -294,12 +287,3 @@ def effective_mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:
         return f"{drafter} drafts, auto width: 0 (plain decoding) to {most} tokens a pass, whatever is fastest"
     width = most if isinstance(num_draft_tokens, str) else num_draft_tokens
     return f"speculative decoding with {drafter}, up to {width} drafted tokens a pass{why}"
-
-
-def check_width(drafter: Any, num_draft_tokens: int | str, reason: str | None = None) -> None:
-    """Raise ValueError, before anything is decoded, where a drafter (or none, for `reason`) proposes fewer tokens."""
-    asked = 0 if isinstance(num_draft_tokens, str) else num_draft_tokens
-    if drafter is None and asked:
-        raise ValueError(f"num_draft_tokens is {asked} but there is no drafter: {reason}")
-    if drafter is not None and asked > drafter.max_width:
-        raise ValueError(f"num_draft_tokens is {asked}: this drafter proposes 0 to {drafter.max_width}")

@@ -159,6 +159,7 @@ def _files(target: options.ModelFlags, reference: str | None) -> Iterator[option
 
 
 def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: DraftFlags) -> dict[str, Any]:
+    from specmlx.generation import check_width
     from specmlx.loading import load_drafter
 
     drafters = {}
@@ -167,7 +168,7 @@ def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str, d
             drafter = model.draft_model if name == "auto" else load_drafter(name, model, **asdict(drafting))
         if drafter is None:
             raise ValueError(f"{model.no_draft_reason}: pass --draft-model")
-        options.check_width(drafter, num_draft_tokens)
+        check_width(drafter, num_draft_tokens)
         drafters[type(drafter).__name__ if name == "auto" else name] = drafter
     return drafters
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmlx.cli.flags import grouped, json_object
+from specmlx.cli.options import checked
 
 if TYPE_CHECKING:
     from specmlx.speculation.processors import Processor
@@ -85,7 +86,7 @@ sampling_options = grouped(
     click.option("--min-tokens-to-keep", type=int, default=1, help="How many --min-p always keeps."),
     click.option("--xtc-probability", type=float, default=0.0, help="How often XTC removes the top choices."),
     click.option("--xtc-threshold", type=float, default=0.1, help="What counts as a top choice to XTC."),
-    click.option("--seed", type=int, help="Same text every time, with any drafter or none."),
+    click.option("--seed", type=int, callback=checked, help="Same text every time, with any drafter or none."),
     click.option("--logit-bias", metavar="JSON", callback=_logit_bias, help='Like {"42": -1.5}, by token id.'),
     click.option("--repetition-penalty", type=float, help="Divides the logits of repeated tokens."),
     click.option("--repetition-context-size", type=int, default=20, help="Tokens looked back at; 0 is all."),

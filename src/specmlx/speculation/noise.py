@@ -5,11 +5,12 @@ mx.random's global state belongs to a thread and advances with every draw of any
 
 import copy
 import hashlib
-import operator
 import os
 from collections.abc import Sequence
 
 import mlx.core as mx
+
+from specmlx.values import integer
 
 # token: the target's draw (and, coupled, the drafter's); xtc: its coin; the others are rejection sampling's:
 # the drafter's draw, the acceptance threshold, the draw after the last accepted token.
@@ -24,10 +25,10 @@ class Noise:
     """Noise of one request, or of B lanes with a seed each; without a seed it comes from the system."""
 
     def __init__(self, seed: int | Sequence[int] | None = None):
-        """seed: any Python int, negative and huge ones too, or a sequence of B of them. Raises ValueError."""
+        """seed: an integer of at least 0, huge ones too, or a sequence of B of them. Raises ValueError."""
         if seed is None:
             seed = int.from_bytes(os.urandom(16), "little")
-        seeds = [check_seed(number) for number in (seed if isinstance(seed, (list, tuple)) else [seed])]
+        seeds = [integer("seed", number, 0) for number in (seed if isinstance(seed, (list, tuple)) else [seed])]
         self.streams = {
             domain: mx.array([[_stream_key(number, domain)] for number in seeds], dtype=mx.uint32) for domain in DOMAINS
         }
@@ -68,16 +69,6 @@ class Noise:
         if keys.size == 0:
             return mx.zeros((*keys.shape[:-1], *shape))
         return mx.vmap(draw)(keys.reshape(-1, 2)).reshape(*keys.shape[:-1], *shape)
-
-
-def check_seed(seed: int) -> int:
-    """The seed as a Python int; raises ValueError for anything else, booleans included."""
-    try:
-        if isinstance(seed, bool):
-            raise TypeError
-        return operator.index(seed)
-    except TypeError:
-        raise ValueError(f"seed must be an integer, got {seed!r}: pass an int or None") from None
 
 
 def _stream_key(seed: int, domain: str) -> int:

@@ -4,11 +4,12 @@ Bit for bit what mlx_lm.sample_utils.make_logits_processors' functions give row 
 """
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+
+from specmlx.values import MOST, integer, number
 
 Tokens = mx.array | Sequence[int]
 
@@ -122,15 +123,9 @@ def make_logits_processors(
         (PresencePenalty, "presence", presence_penalty, presence_context_size),
         (FrequencyPenalty, "frequency", frequency_penalty, frequency_context_size),
     ):
-        if penalty is None or penalty == 0:
-            continue
-        if not isinstance(penalty, (int, float)) or not math.isfinite(penalty):
-            raise ValueError(f"{name}_penalty must be a finite number, None or 0 for off: got {penalty!r}")
-        if kind is RepetitionPenalty and penalty < 0:
-            raise ValueError(f"repetition_penalty must not be negative (1 changes nothing), got {penalty}")
-        if not isinstance(size, int) or size < 0:
-            raise ValueError(f"{name}_context_size must be an integer of at least 0 (0 is all), got {size!r}")
-        processors.append(kind(penalty, size))
+        size, least = integer(f"{name}_context_size", size, 0), 0 if kind is RepetitionPenalty else -MOST
+        if penalty is not None and number(f"{name}_penalty", penalty, least, hint="0 is off"):
+            processors.append(kind(float(penalty), size))
     return processors
 
 
@@ -148,10 +143,5 @@ def _windows(history, drafted, batch, rows, size):
 
 
 def _checked_bias(token, value):
-    try:
-        token = operator.index(token)
-    except TypeError:
-        raise ValueError(f"logit_bias must map token ids to numbers, got the token {token!r}") from None
-    if not isinstance(value, (int, float)) or math.isnan(value) or value == math.inf:
-        raise ValueError(f"logit_bias of token {token} must be a number below infinity, got {value!r}")
-    return token, value
+    token = integer("a token of logit_bias", token)
+    return token, number(f"logit_bias of token {token}", value, -math.inf)

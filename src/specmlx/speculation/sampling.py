@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from specmlx.values import MOST, integer, number
+
 # A temperature close to 0 would overflow float32 as 0 * inf; here it is the argmax already.
 _LARGEST_SCALE = 1e30
 
@@ -70,17 +72,16 @@ class Sampler:
     xtc_special_tokens: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if not 0 <= self.temp < math.inf:
-            raise ValueError(f"temp must be 0 (greedy) or a positive number, got {self.temp}")
-        _check_range("top_p", self.top_p, 1, "0 or 1 is off")
-        _check_range("min_p", self.min_p, 1, "0 is off")
-        _check_range("xtc_probability", self.xtc_probability, 1, "0 is off")
-        if self.xtc_probability > 0:
-            _check_range("xtc_threshold", self.xtc_threshold, 0.5, "mlx-lm's default is 0.1")
-        if not isinstance(self.top_k, int):
-            raise ValueError(f"top_k must be an integer, 0 for off: got {self.top_k!r}")
-        if self.min_p > 0 and not (isinstance(self.min_tokens_to_keep, int) and self.min_tokens_to_keep >= 1):
-            raise ValueError(f"min_tokens_to_keep must be an integer of at least 1, got {self.min_tokens_to_keep!r}")
+        for name, most, hint in (
+            ("temp", MOST, "0 is greedy"),
+            ("top_p", 1, "0 or 1 is off"),
+            ("min_p", 1, "0 is off"),
+            ("xtc_probability", 1, "0 is off"),
+            ("xtc_threshold", 0.5 if self.xtc_probability else MOST, "mlx-lm's default is 0.1"),
+        ):
+            object.__setattr__(self, name, number(name, getattr(self, name), 0, most, hint))
+        for name, least in (("top_k", 0), ("min_tokens_to_keep", 1)):
+            object.__setattr__(self, name, integer(name, getattr(self, name), least))
 
     @property
     def greedy(self) -> bool:
@@ -163,8 +164,3 @@ def make_sampler(
     """
     special = tuple(int(token) for token in xtc_special_tokens or ())
     return Sampler(temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, special)
-
-
-def _check_range(name, value, high, hint):
-    if not 0 <= value <= high:
-        raise ValueError(f"{name} must lie in [0, {high}] ({hint}), got {value}")

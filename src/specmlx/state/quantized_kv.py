@@ -7,9 +7,9 @@ import mlx.core as mx
 
 from specmlx.kernels.attention import Stored
 from specmlx.state.kv import KV, reserve, write
+from specmlx.values import check
 
 INT8 = "int8"
-_BITS = (2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
 _BLOCK = 256
 
@@ -66,17 +66,11 @@ class KVFormat:
 
         Raises ValueError for values that no format has.
         """
-        if kv_bits is None:
+        bits, group = check("kv_bits", kv_bits), check("kv_group_size", kv_group_size)
+        start = check("quantized_kv_start", quantized_kv_start)
+        if bits is None:
             return None
-        if quantized_kv_start < 0:
-            raise ValueError(f"quantized_kv_start is {quantized_kv_start}: it must be 0 or more")
-        if kv_bits == INT8:
-            return cls(8, None, quantized_kv_start)
-        if kv_bits not in _BITS:
-            raise ValueError(f"kv_bits is {kv_bits!r}: it can be {', '.join(map(str, _BITS))} or {INT8}")
-        if kv_group_size not in _GROUPS:
-            raise ValueError(f"kv_group_size is {kv_group_size}: it can be {', '.join(map(str, _GROUPS))}")
-        return cls(kv_bits, kv_group_size, quantized_kv_start)
+        return cls(8, None, start) if bits == INT8 else cls(bits, group, start)
 
     @property
     def name(self) -> str:
