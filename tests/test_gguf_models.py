@@ -320,6 +320,9 @@ def test_an_mtp_head_is_read_however_it_is_counted_and_no_layer_of_the_trunk_is_
     with_head = list(specmlx.stream_generate(named, tokenizer, [1, 2, 3], 12, num_draft_tokens=3))
     plain = [r.token for r in specmlx.stream_generate(named, tokenizer, [1, 2, 3], 12, draft_model=None)]
     assert [r.token for r in with_head] == plain and with_head[-1].stats.proposed > 0
+    kept, _ = specmlx.load(str(convert(str(file), tmp_path / "out", draft_model="mtp")))
+    again = dict(tree_flatten(kept.draft_model.model.parameters()))
+    assert again.keys() == parameters.keys() and all(mx.array_equal(again[k], parameters[k]).item() for k in again)
 
 
 BROKEN = {

@@ -65,7 +65,7 @@ def convert(
         raise ValueError(f"can't quantize to {bits} bits: mlx has {', '.join(map(str, BITS))}")
     source = resolve(model)
     target, config = load_target(source, lazy=True)
-    drafter = _drafter(draft_model, target, source)
+    drafter = _drafter(draft_model, target, source, config)
     config = _config(target, config)
     module = target.lm if isinstance(target, AnyLM) else target
     if bits is not None:
@@ -158,7 +158,7 @@ def _same(name: str, value: Any, parsed: DrafterConfig) -> bool:
 
 
 def _drafter(
-    name: str | None, target: Model | AnyLM, source: Path
+    name: str | None, target: Model | AnyLM, source: Path, target_config: dict[str, Any]
 ) -> tuple[Path | dict[str, mx.array], dict[str, Any]] | None:
     """A drafter's directory, or its weights, and its config to be, once it is known to fit and to load."""
     if name is None:
@@ -170,10 +170,11 @@ def _drafter(
             raise ValueError(f"draft_model 'mtp' needs a Qwen3.5-family target, not {target.config.model_type}")
         head = load_mtp(source, target).model
         _refuse_packed(head)
-        config = read_config(source)
-        text = config.get("text_config") or config
+        text = target_config.get("text_config") or target_config
         plain = {"architectures": ["Qwen3_5MTP"], "model_type": "qwen3_5_mtp", "mtp_norms": "w", "text_config": text}
-        return dict(tree_flatten(head.parameters())), plain | {k: config[k] for k in ("quantization",) if k in config}
+        return dict(tree_flatten(head.parameters())), plain | {
+            k: target_config[k] for k in ("quantization",) if k in target_config
+        }
     path = resolve(name)
     config = read_config(path)
     if is_language_model(config):

@@ -96,7 +96,7 @@ def write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "llama" and (kind != "gpt2" or not isinstance(pre, str) or pre not in _PRE):
         what = f"a {str(kind)[:40]!r} of kind {str(pre)[:40]!r}"
-        raise ValueError(f"its tokenizer is {what}, not a 'llama' or a 'gpt2' of kind {', '.join(_PRE)}")
+        raise ValueError(f"its tokenizer is {what}, which specmlx can't write")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     if len(set(tokens)) < len(tokens):
         raise ValueError("tokenizer.ggml.tokens has a token twice")
