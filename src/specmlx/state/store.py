@@ -4,7 +4,6 @@ import json
 import os
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import numpy as np
 from specmlx.formats.sealed import format_of, load_sealed, save_sealed
 from specmlx.kernels.gated_delta import STEP
 from specmlx.state import checks, prompt_file
-from specmlx.state.prefix import Piece, Snapshot, digests
+from specmlx.state.prefix import Snapshot, digests
 
 # Of the memory that the device recommends to use (on the CPU: of the machine's).
 SHARE = 0.25
@@ -76,19 +75,19 @@ class PromptCache:
         self._lock = threading.RLock()
         # Least recently used first.
         self._entries: dict[Key, _Entry] = {}
-        self._lengths: dict[str, Counter[int]] = {}
-        self._users: dict[Piece, int] = {}
         self._counters = CacheCounters()
 
     @property
     def counters(self) -> CacheCounters:
         with self._lock:
-            return replace(self._counters, snapshots=len(self._entries))
+            return replace(self._counters, snapshots=len(self._entries), bytes=self.nbytes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of everything held; what snapshots share counts once."""
-        return self.counters.bytes
+        held = [snapshot for _, snapshot, _ in self.snapshots()]
+        pieces = {piece for snapshot in held for piece in snapshot.piece.chain()}
+        return sum(each.nbytes for each in (*held, *pieces))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -96,8 +95,7 @@ class PromptCache:
     def clear(self) -> None:
         """Forget every snapshot; the counters go on."""
         with self._lock:
-            for key in [*self._entries]:
-                self._remove(key)
+            self._entries.clear()
 
     def snapshots(self) -> list[tuple[str, Snapshot, int]]:
         """Namespace, snapshot and class of everything held, least recently used first."""
@@ -158,19 +156,15 @@ class PromptCache:
         """Keep a snapshot, and get the one that now stands for its ids: the first, with all drafters' contexts."""
         key = (namespace, snapshot.key)
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._entries.pop(key, None)
             if entry is None:
                 entry = _Entry(snapshot, kind)
             else:
-                self._remove(key)
                 held = entry.snapshot
                 drafts = snapshot.drafts | held.drafts
                 entry.snapshot = replace(held, drafts=drafts, from_file=held.from_file or snapshot.from_file)
                 entry.kind = max(kind, entry.kind)
             self._entries[key] = entry
-            self._lengths.setdefault(namespace, Counter())[snapshot.length] += 1
-            self._count(bytes=entry.snapshot.nbytes)
-            self._use(entry.snapshot.piece)
             self._make_room()
             return entry.snapshot
 
@@ -182,8 +176,8 @@ class PromptCache:
                 entry.kind = CHECKPOINT
 
     def _longest(self, namespace: str, ids: np.ndarray) -> _Entry | None:
-        lengths = sorted(n for n in self._lengths.get(namespace, ()) if n < len(ids))
-        for digest in reversed([*digests(ids, lengths)]):
+        held = {entry.snapshot.length for (space, _), entry in self._entries.items() if space == namespace}
+        for digest in reversed([*digests(ids, sorted(n for n in held if n < len(ids)))]):
             entry = self._entries.get((namespace, digest))
             if entry is not None:
                 self._entries[namespace, digest] = self._entries.pop((namespace, digest))
@@ -191,39 +185,13 @@ class PromptCache:
         return None
 
     def _make_room(self) -> None:
-        while self._counters.bytes > self.max_bytes:
+        while self.nbytes > self.max_bytes:
             free = [(entry.kind, key) for key, entry in self._entries.items() if not entry.pins]
             if not free:
                 return
             # The first of the lowest class: entries are in the order of their last use.
-            self._remove(min(free, key=lambda found: found[0])[1])
+            del self._entries[min(free, key=lambda found: found[0])[1]]
             self._count(evictions=1)
-
-    def _remove(self, key: Key) -> None:
-        snapshot = self._entries.pop(key).snapshot
-        lengths = self._lengths[key[0]]
-        lengths[snapshot.length] -= 1
-        if not lengths[snapshot.length]:
-            del lengths[snapshot.length]
-        self._count(bytes=-snapshot.nbytes)
-        piece = snapshot.piece
-        while piece is not None:
-            self._users[piece] -= 1
-            if self._users[piece]:
-                return
-            del self._users[piece]
-            self._count(bytes=-piece.nbytes)
-            piece = piece.before
-
-    def _use(self, piece: Piece | None) -> None:
-        """Count a user of a piece: a snapshot that ends with it, or a piece behind it."""
-        while piece is not None:
-            known = piece in self._users
-            self._users[piece] = self._users.get(piece, 0) + 1
-            if known:
-                return
-            self._count(bytes=piece.nbytes)
-            piece = piece.before
 
     def _count(self, **changes: int) -> None:
         now = {name: getattr(self._counters, name) + change for name, change in changes.items()}
