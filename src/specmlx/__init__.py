@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from specmlx.engine import Engine, QueueFull
     from specmlx.generation import generate, stream_generate
     from specmlx.loading import load, load_drafter
-    from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+    from specmlx.prompt_cache import (
+        can_trim_prompt_cache,
+        load_prompt_cache,
+        make_prompt_cache,
+        save_prompt_cache,
+        trim_prompt_cache,
+    )
     from specmlx.responses import GenerationResponse
     from specmlx.speculation.processors import make_logits_processors
     from specmlx.speculation.sampling import make_sampler
@@ -27,6 +33,7 @@ _HOME = {
     "PromptCache": "specmlx.state.store",
     "QueueFull": "specmlx.engine",
     "batch_generate": "specmlx.batch",
+    "can_trim_prompt_cache": "specmlx.prompt_cache",
     "check_pair": "specmlx.drafters.pairing",
     "generate": "specmlx.generation",
     "load": "specmlx.loading",
@@ -37,6 +44,7 @@ _HOME = {
     "make_sampler": "specmlx.speculation.sampling",
     "save_prompt_cache": "specmlx.prompt_cache",
     "stream_generate": "specmlx.generation",
+    "trim_prompt_cache": "specmlx.prompt_cache",
 }
 
 __all__ = [
@@ -47,6 +55,7 @@ __all__ = [
     "QueueFull",
     "__version__",
     "batch_generate",
+    "can_trim_prompt_cache",
     "check_pair",
     "generate",
     "load",
@@ -57,6 +66,7 @@ __all__ = [
     "make_sampler",
     "save_prompt_cache",
     "stream_generate",
+    "trim_prompt_cache",
 ]
 
 
