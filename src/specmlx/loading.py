@@ -106,9 +106,13 @@ def load(
         with tokenizer_files(path) as files:
             try:
                 tokenizer = load_tokenizer(files, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
+                # Settings of wrong types are noticed by whoever uses them.
+                starts = "x".startswith(tokenizer.bos_token or "y")
+                tokenizer.decode(tokenizer.encode("x", add_special_tokens=not starts))
             # tokenizers raises a bare Exception.
             except Exception as error:
-                raise ValueError(f"can't load the tokenizer of {path}: {' '.join(str(error).split())}") from None
+                what = " ".join(str(error).split())[:200]
+                raise ValueError(f"can't load the tokenizer of {path}: {what or type(error).__name__}") from None
         _attach(model, name, path, draft_model, dtype, settings)
         choose_kernels(model, consistent)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
