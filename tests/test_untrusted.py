@@ -3,6 +3,7 @@
 import inspect
 import io
 import json
+import os
 import shutil
 import stat
 import sys
@@ -194,6 +195,16 @@ def test_commands_show_text_of_models_and_files_escaped_on_a_terminal(pair, dire
         assert printable(text, Terminal()) == text, args
         if args[0] != "parity":
             assert "\\x1b" in text
+
+
+def test_a_trace_that_is_no_regular_file_or_too_deep_is_refused_in_one_line(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(8 << 30)
+    assert "is a FIFO" in refused("view", tmp_path / "fifo")
+    assert "is not JSON" in refused("view", tmp_path / "deep")
+    assert "no such file has more" in refused("view", tmp_path / "sparse")
 
 
 def test_what_holds_a_conversation_is_readable_by_its_owner_only(directory, tmp_path):
