@@ -80,7 +80,10 @@ def written(metadata: dict, folder: Path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_byte_level_tokenizer_gives_the_ids_of_merges_one_by_one(kind, tmp_path):
     patterns, whole = KINDS[kind]
-    metadata = METADATA | {"tokenizer.ggml.pre": kind}
+    # The last one no merges make.
+    tokens, kinds = [*METADATA["tokenizer.ggml.tokens"], "Ġlazy"], [*METADATA["tokenizer.ggml.token_type"], 1]
+    named = {"pre": kind, "tokens": tokens, "token_type": kinds}
+    metadata = METADATA | {f"tokenizer.ggml.{key}": value for key, value in named.items()}
     ids = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     rank = {tuple(pair.split(" ")): i for i, pair in enumerate(metadata["tokenizer.ggml.merges"])}
     letter, tokenizer = letters(), written(metadata, tmp_path)
