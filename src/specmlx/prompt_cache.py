@@ -115,17 +115,18 @@ def _check_stock(layer: int, cache: Any) -> None:
 
 
 def can_trim_prompt_cache(cache: Any) -> bool:
-    """Whether tokens can be taken off the end: of mlx-lm's lists as mlx-lm says, of our conversations never."""
+    """Whether tokens can be taken off the end: of mlx-lm's lists that no generator holds, if mlx-lm says so."""
     from mlx_lm.models.cache import can_trim_prompt_cache as can_trim
 
-    return isinstance(cache, list) and can_trim(cache)
+    held = isinstance(cache, list) and cache and isinstance(cache[0], InUse)
+    return isinstance(cache, list) and not held and can_trim(cache)
 
 
 def trim_prompt_cache(cache: Any, num_tokens: int) -> int:
     """Take tokens off the end of the cache, where it can be trimmed; how many were, as in mlx-lm."""
     from mlx_lm.models.cache import trim_prompt_cache as trim
 
-    return trim(cache, num_tokens) if isinstance(cache, list) else 0
+    return trim(cache, num_tokens) if can_trim_prompt_cache(cache) else 0
 
 
 def open_cache(model: Model | AnyLM, prompt_cache: Any, kv_format: KVFormat | None = None) -> Conversation:
