@@ -80,6 +80,19 @@ def test_a_cache_file_turns_on_no_remote_code(saved, directory, tmp_path):
     assert not (evil / "ran").exists() and not (tmp_path / "hub").exists()
 
 
+@pytest.mark.parametrize("kind", ["AutoProcessor", "AutoTokenizer", "RagTokenizer", "pipeline", ["T"]])
+def test_a_tokenizers_class_is_a_tokenizer_so_that_no_answer_on_stdin_runs_code(kind, directory, tmp_path):
+    evil = shutil.copytree(directory, tmp_path / "evil")
+    (evil / "evil.py").write_text(CODE)
+    code = {"auto_map": {"AutoProcessor": "evil.T", "AutoTokenizer": [None, "evil.T"]}}
+    (evil / "processor_config.json").write_text(json.dumps(code))
+    config = json.loads((evil / "tokenizer_config.json").read_text())
+    (evil / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": kind}))
+    result = run("chat", "--model", evil, "--draft-model", "none", "-m", 1, stdin="y\n")
+    assert result.exit_code == 2 and "is no tokenizer" in result.stderr and result.stderr.count("\n") == 1
+    assert not (evil / "ran").exists()
+
+
 @pytest.mark.parametrize("name", ["owner/name", "demo/dspark", "missing", "owner/name@main", "\0"])
 def test_a_cache_files_model_is_taken_by_name_only_where_it_is_here(saved, name, monkeypatch):
     monkeypatch.setattr("specmlx.places.download", None)

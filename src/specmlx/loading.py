@@ -1,6 +1,7 @@
 """Targets, drafters and tokenizers from a path, a Hub id or the embedded demo."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def load(
         here["model"] = json.dumps(config, sort_keys=True, default=str)
         tokenizer_config = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
         with tokenizer_files(path) as files:
+            if not tokenizer_config["trust_remote_code"]:
+                _check_tokenizer_class(files)
             try:
                 tokenizer = load_tokenizer(files, tokenizer_config, eos_token_ids=config.get("eos_token_id"))
                 # Settings of wrong types are noticed by whoever uses them.
@@ -116,6 +119,17 @@ def load(
         _attach(model, name, path, draft_model, dtype, settings)
         choose_kernels(model, consistent)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _check_tokenizer_class(folder: Path) -> None:
+    """Raise ValueError where a folder names another class than a tokenizer's.
+
+    transformers takes any of its classes by name; those that load others ask on stdin whether to run a folder's code.
+    """
+    for name in ("tokenizer_config.json", "config.json"):
+        kind = read_config(folder, name).get("tokenizer_class") if (folder / name).exists() else None
+        if kind is not None and not re.fullmatch(r"(?!Auto|Rag)\w*(Tokenizer|TokenizerFast|Backend)", str(kind)):
+            raise ValueError(f"{folder}/{name}: tokenizer_class is {str(kind)[:40]!r}, which is no tokenizer")
 
 
 def load_drafter(
