@@ -238,3 +238,22 @@ def test_a_file_that_can_not_be_used_is_left_as_it_is_by_every_command(folder, t
             assert result.exit_code == 2 and result.stdout == "" and result.stderr.count("\n") == 1, result.output
             assert says in result.stderr or not data
         assert file.read_bytes() == data
+
+
+def test_states_of_other_sizes_under_the_models_own_name_are_refused(model, tokenizer, tmp_path):
+    other = tiny(3, **SMALL | {"num_key_value_heads": 1})
+    talk, cache = make_prompt_cache(other), PromptCache(keep_answers=True)
+    for held in (talk, cache):
+        list(stream_generate(other, tokenizer, IDS, 2, prompt_cache=held))
+    talk.model = model.fingerprint
+    save_prompt_cache(tmp_path / "a", talk)
+    cache.save(tmp_path / "b")
+    arrays, header = load_sealed(tmp_path / "b", PROMPTS)
+    header.pop("format")
+    header["snapshots"] = header["snapshots"].replace(other.fingerprint, model.fingerprint)
+    save_sealed(tmp_path / "b", arrays, header, PROMPTS)
+    loaded = PromptCache()
+    loaded.load(tmp_path / "b", model.fingerprint)
+    for held in (load_prompt_cache(tmp_path / "a"), loaded):
+        with pytest.raises(ValueError, match="layer 1 is another model's"):
+            list(stream_generate(model, tokenizer, [*IDS, 5, 6], 2, prompt_cache=held))
