@@ -153,7 +153,7 @@ def test_what_a_copy_of_the_targets_config_says_of_the_target_is_passed_over():
         (nested(DFLASH, attention_sink_bias=True), "attention_sink_bias"),
         (nested(DFLASH, log_snr_conditioning=True), "log_snr_conditioning"),
         ({**DFLASH, "quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq'"),
-        ({**DFLASH, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is 'longrope': not"),
+        ({**DFLASH, "rope_parameters": {"rope_type": "axial", "rope_theta": 1e4}}, "rope_type is 'axial': not"),
         ({**DFLASH, "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({**DFLASH, "layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "no window"),
         ({**DFLASH, "layer_types": ["full_attention"]}, "names 1 layers but num_hidden_layers is 2"),

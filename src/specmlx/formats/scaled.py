@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from specmlx.formats.config import read, shown
 from specmlx.formats.e4m3 import VALUES, is_nan
 
 # A weight whose codes and scales make it larger than this has its scale the wrong way round.
@@ -115,12 +116,13 @@ def _check_size(name: str, most_code: float, scale: mx.array) -> None:
 
 
 def _block_size(config: dict[str, Any]) -> int:
-    quantization = config.get("quantization_config") or {}
-    groups = quantization.get("config_groups") or {}
-    weights = [group.get("weights") or {} for group in groups.values()]
-    for size in [quantization.get("weight_block_size"), *(w.get("block_structure") for w in weights)]:
-        if size:
+    quantization = read(config, "quantization_config", dict, {})
+    groups = read(quantization, "config_groups", dict, {})
+    weights = [read(read(groups, name, dict, {}), "weights", dict, {}) for name in groups]
+    places = [(quantization, "weight_block_size"), *((part, "block_structure") for part in weights)]
+    for part, name in places:
+        if size := read(part, name, [int], None, above=0):
             if len(set(size)) != 1:
-                raise ValueError(f"blocks of {size} are not supported: they must be square")
-            return int(size[0])
+                raise ValueError(f"{name} is {shown(size)}: blocks must be square")
+            return size[0]
     return 128
