@@ -191,6 +191,11 @@ WRONG = {
     "no model of mlx-lm": (lambda path: edit(path, model_type="nollama"), "nollama"),
     "experts without sizes": (lambda path: edit(path, num_experts=4), "num_experts_per_tok"),
     "a drafter": (lambda path: edit(path, architectures=["DFlashDraftModel"]), "draft_model"),
+    "quantization says too little": (lambda path: edit(path, quantization={"bits": 4}), "config.json lacks group_size"),
+    "bits are words": (
+        lambda path: edit(path, quantization={"group_size": 32, "bits": "4"}),
+        "bits is '4': it must be",
+    ),
     "config lacks a size": (lambda path: edit(path, hidden_size=None), "hidden_size"),
     "half a quantization": (lambda path: edit(path, quantization={"group_size": 32}), "bits"),
     "no weights": (lambda path: [file.unlink() for file in path.glob("model*")], "no *.safetensors"),

@@ -30,6 +30,10 @@ def scheme_name(found: dict[str, Any]) -> str:
 
 def check_quantization(config: dict[str, Any], hybrid: bool) -> None:
     """Raise ValueError in one line, which names the method, for quantized weights that can't be read."""
+    if (own := read(config, "quantization", dict, None)) is not None:
+        for name in ("group_size", "bits"):
+            read(own, name, int, above=0, most=128)
+        read(own, "mode", str, None)
     if (found := scheme(config)) is None:
         return
     old_bitsandbytes = found.get("load_in_4bit") or found.get("load_in_8bit")
