@@ -4,6 +4,7 @@ import math
 import numbers
 import operator
 import sys
+from dataclasses import field
 from typing import Any
 
 MOST = sys.float_info.max
@@ -66,7 +67,7 @@ def _one_of(*choices: Any) -> Any:
     return chosen
 
 
-_CHECKS = {
+CHECKS = {
     "max_tokens": _max_tokens,
     "num_draft_tokens": _num_draft_tokens,
     "seed": _optional(0),
@@ -82,4 +83,12 @@ _CHECKS = {
 
 def check(name: str, value: Any) -> Any:
     """The value of an option, as Python's own. Raises ValueError with its name, the value and what is allowed."""
-    return _CHECKS[name](name, value)
+    return CHECKS[name](name, value)
+
+
+def option(default: Any = None, help: str | None = None, **attrs: Any) -> Any:
+    """A field of a dataclass that is an option of the command line too.
+
+    attrs: what click gets besides; `names` besides that of the field, `least` value of a number.
+    """
+    return field(default=default, metadata={"help": help, **attrs})

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from specmlx.cli import options
+from specmlx.cli.flags import grouped, options_of
 from specmlx.cli.terminal import answers, note, say
 from specmlx.formats.atomic import check_folder
 
@@ -20,7 +21,7 @@ Examples:
 
 
 @click.command(short_help="Measure plain and speculative decoding by turns.", epilog=EPILOG)
-@options.model_options
+@grouped("target", options.ModelFlags)
 @options.draft_model_option
 @click.option(
     "--suite",
@@ -28,9 +29,9 @@ Examples:
     help="Of code, math, chat, long, hopeless and demo. Default: code,math,chat,long; with the demo pair, demo.",
 )
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
-@options.template_options
+@grouped("template", options.TemplateFlags)
 @click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Turns; each answers twice.")
-@options.max_tokens_option(128)
+@options_of(options.RequestFlags, "max_tokens", max_tokens=128)
 @click.option("--floor", type=float, metavar="X", help="Exit code 1 where auto is not X times plain, end to end.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the JSON, too.")

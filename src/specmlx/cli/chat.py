@@ -4,14 +4,15 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
 from specmlx.cli import options
-from specmlx.cli.drafting import DraftFlags, draft_options
-from specmlx.cli.sampling import SamplingFlags, sampling_options
+from specmlx.cli.flags import grouped, options_of
+from specmlx.cli.sampling import SamplingFlags
 from specmlx.cli.terminal import answers, note, prefill_status, say, show_status
 from specmlx.formats.atomic import check_folder
 
@@ -23,16 +24,18 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @click.command(short_help="Talk with a model.")
-@options.model_options
+@grouped("target", options.ModelFlags)
 @options.draft_model_option
-@draft_options
-@options.num_draft_tokens_option("auto")
-@options.system_prompt_option
-@options.chat_template_config_option
-@options.max_tokens_option(256)
-@sampling_options
-@options.prefill_step_size_option
-@options.prompt_cache_bytes_option
+@grouped("drafting", options.DraftFlags)
+@grouped("request", options.RequestFlags, max_tokens=256)
+@options_of(options.TemplateFlags, "system_prompt", "chat_template_config")
+@grouped("sampling", SamplingFlags)
+@click.option(
+    "--prompt-cache-bytes",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="What snapshots of prompts may take; default: a quarter of the memory that the device recommends to use.",
+)
 @click.option(
     "--prompt-cache-file",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -41,18 +44,14 @@ _ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 )
 @click.option("--show-draft", is_flag=True, help="Colour the tokens that the drafter guessed.")
 @click.option("--color/--no-color", default=None, help="Colours even into a pipe, or none; default: on terminals.")
-@options.kv_options
 def chat(
     target: options.ModelFlags,
     sampling: SamplingFlags,
-    kv: options.KVFlags,
+    request: options.RequestFlags,
     draft_model: str,
-    drafting: DraftFlags,
-    num_draft_tokens: int | str,
+    drafting: options.DraftFlags,
     system_prompt: str | None,
     chat_template_config: dict[str, Any] | None,
-    max_tokens: int,
-    prefill_step_size: int,
     prompt_cache_bytes: int | None,
     prompt_cache_file: Path | None,
     show_draft: bool,
@@ -61,13 +60,13 @@ def chat(
     """Talk with a model. In it, q (or exit) quits, r forgets the conversation, h is help; Ctrl-C stops answers."""
     sampling.check()
     check_folder("--prompt-cache-file", prompt_cache_file)
-    kv_settings = kv.settings()
+    request.kv_format()
     with answers():
         model, tokenizer = target.load(draft_model, drafting=drafting)
     from specmlx.cli.dialogue import Dialogue
     from specmlx.generation import PromptCache, check_width, summary
 
-    check_width(model.draft_model, num_draft_tokens, model.no_draft_reason)
+    check_width(model.draft_model, request.num_draft_tokens, model.no_draft_reason)
     if not tokenizer.has_chat_template:
         raise ValueError(f"the tokenizer of {target.model} has no chat template: use specmlx generate")
 
@@ -82,13 +81,10 @@ def chat(
             system_prompt,
             chat_template_config,
             cache,
-            max_tokens=max_tokens,
-            num_draft_tokens=num_draft_tokens,
             seed=sampling.seed,
             sampler=sampling.sampler(tokenizer),
             logits_processors=sampling.processors(),
-            prefill_step_size=prefill_step_size,
-            **kv_settings,
+            **asdict(request),
         )
 
     dialogue = begin()

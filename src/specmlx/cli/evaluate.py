@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmlx.cli import options
-from specmlx.cli.sampling import SamplingFlags, sampling_options
+from specmlx.cli.flags import grouped, options_of
+from specmlx.cli.sampling import SamplingFlags
 from specmlx.cli.terminal import answers, say, show_status
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ ALL = "all"
 
 
 @click.command(short_help="Measure a drafter on prompts of your own.")
-@options.model_options
+@grouped("target", options.ModelFlags)
 @options.draft_model_option
 @click.option("--data", required=True, metavar="FILE|HUB_DATASET", help="JSONL, as specmlx train takes it.")
 @click.option("--limit", type=click.IntRange(min=1), default=100, show_default=True, help="Most prompts.")
 @click.option("--held-out", is_flag=True, help="Only the rows that specmlx train keeps apart for measuring.")
-@options.max_tokens_option(256)
-@sampling_options
-@options.chat_template_config_option
+@options_of(options.RequestFlags, "max_tokens", max_tokens=256)
+@grouped("sampling", SamplingFlags)
+@options_of(options.TemplateFlags, "chat_template_config")
 @click.option("--chip", metavar="NAME", help="Also estimate the byte limit on this chip, like 'M4 Max 40-core'.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def evaluate(

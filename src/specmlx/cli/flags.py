@@ -1,31 +1,71 @@
-"""How flags become values: several of them one value of a command, and those that hold JSON."""
+"""Options of the command line, made from the fields of dataclasses."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Any
+from dataclasses import Field, fields
+from typing import Any, get_args
 
 import click
 
+from specmlx.values import CHECKS, check
 
-def grouped(name: str, kind: type, *options: Callable) -> Callable:
-    """A decorator that gives a command the options, and their values as one argument `name` of the dataclass `kind`."""
+
+def grouped(name: str, kind: type, **defaults: Any) -> Callable:
+    """A decorator that gives a command an option for each field of the dataclass `kind` made by `values.option`.
+
+    Their values become one argument `name` of that kind. defaults: other defaults than the dataclass's.
+    """
 
     def decorate(command: Callable) -> Callable:
         @functools.wraps(command)
         def call(**flags: Any) -> Any:
-            own = {field.name: flags.pop(field.name) for field in fields(kind)}
+            own = {field.name: flags.pop(field.name) for field in fields(kind) if field.metadata}
             return command(**flags, **{name: kind(**own)})
 
-        for option in reversed(options):
-            call = option(call)
-        return call
+        return options_of(kind, **defaults)(call)
 
     return decorate
 
 
+def options_of(kind: type, *names: str, **defaults: Any) -> Callable:
+    """A decorator that gives a command an option, an argument each, for fields of `kind`: those named, or all."""
+    chosen = [field for field in fields(kind) if field.metadata and (not names or field.name in names)]
+
+    def decorate(command: Callable) -> Callable:
+        for field in chosen[::-1]:
+            command = _option(field, defaults.get(field.name, field.default))(command)
+        return command
+
+    return decorate
+
+
+def _option(field: Field, default: Any) -> Callable:
+    attrs = dict(field.metadata)
+    names = (f"--{field.name.replace('_', '-')}", *attrs.pop("names", ()))
+    kind = next((part for part in get_args(field.type) if part in (int, float)), field.type)
+    if field.name in CHECKS:
+        attrs = {"callback": checked} | attrs
+    if kind is bool:
+        attrs |= {"is_flag": True}
+    elif "least" in attrs:
+        attrs["type"] = {int: click.IntRange, float: click.FloatRange}[kind](min=attrs.pop("least"))
+    elif kind in (int, float) and str not in get_args(field.type):
+        attrs = {"type": kind} | attrs
+    return click.option(*names, default=default, show_default=not (default is None or default is False), **attrs)
+
+
+def checked(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """A callback that checks an option as the functions that take it do; a text that is a number becomes one."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = int(value)
+    return check(param.name, value)
+
+
 def json_object(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    """A callback for an option that holds a JSON object."""
     if value is None:
         return None
     try:

@@ -2,16 +2,16 @@
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from specmlx.cli import options
-from specmlx.cli.drafting import DraftFlags, draft_options
+from specmlx.cli.flags import grouped
 from specmlx.cli.launched import joined
-from specmlx.cli.sampling import SamplingFlags, sampling_options
+from specmlx.cli.sampling import SamplingFlags
 from specmlx.cli.terminal import answers, note, prefill_status, say
 from specmlx.formats.atomic import check_folder
 
@@ -26,18 +26,16 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
 
 
 @click.command(short_help="Answer one prompt.", epilog=EPILOG)
-@options.model_options
+@grouped("target", options.ModelFlags)
 @options.draft_model_option
-@draft_options
-@options.num_draft_tokens_option("auto")
+@grouped("drafting", options.DraftFlags)
+@grouped("request", options.RequestFlags)
 @click.option("--prompt", "-p", default=PROMPT, show_default=True, help="- reads stdin, without its last line end.")
-@options.template_options
+@grouped("template", options.TemplateFlags)
 @click.option("--prefill-response", metavar="TEXT", help="How the answer begins.")
-@options.max_tokens_option(100)
-@sampling_options
+@grouped("sampling", SamplingFlags)
 @click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer; may be repeated.")
 @click.option("--extra-eos-token", multiple=True, metavar="TOKEN", help="Also a stop token; may be repeated.")
-@options.prefill_step_size_option
 @click.option("--prompt-cache-file", metavar="FILE", help="A saved conversation to go on from, or saved prompts.")
 @click.option("--verbose", type=bool, default=True, show_default=True, help="False prints the answer only.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
@@ -47,23 +45,19 @@ PROMPT = "Please write a class Trip in Python that has map and lamp and picture.
     help="Keep what each round did, and --profile's phases: specmlx view.",
 )
 @click.option("--profile", is_flag=True, help="Print decoding's seconds by phase; waits for each, so it is slower.")
-@options.kv_options
 @options.unsupported("--quantize-activations", "-qa", is_flag=True)
 @options.unsupported("--image", multiple=True)
 def generate(
     target: options.ModelFlags,
     sampling: SamplingFlags,
     template: options.TemplateFlags,
-    kv: options.KVFlags,
+    request: options.RequestFlags,
     draft_model: str,
-    drafting: DraftFlags,
-    num_draft_tokens: int | str,
+    drafting: options.DraftFlags,
     prompt: str,
     prefill_response: str | None,
-    max_tokens: int,
     stop: tuple[str, ...],
     extra_eos_token: tuple[str, ...],
-    prefill_step_size: int,
     prompt_cache_file: str | None,
     verbose: bool,
     as_json: bool,
@@ -72,7 +66,7 @@ def generate(
 ) -> None:
     """Answer one prompt: the text on stdout, everything else on stderr."""
     sampling.check()
-    kv_settings = kv.settings()
+    kv_format = request.kv_format()
     with joined() as group, answers() as out:
         if group is not None:
             _check_together(prompt, prompt_cache_file)
@@ -89,27 +83,26 @@ def generate(
             prompt_cache = _prompts(prompt_cache_file, model)
         for token in extra_eos_token:
             _add_stop_token(tokenizer, token, model.vocab_size)
-        _warm_up(model, tokenizer, num_draft_tokens)
+        _warm_up(model, tokenizer, request.num_draft_tokens)
         text, tokens, response, mode = "", [], None, ""
         for response in stream_generate(
             model,
             tokenizer,
             template.ids(tokenizer, prompt, prefill_response, suffix=goes_on),
-            max_tokens,
-            num_draft_tokens=num_draft_tokens,
             seed=sampling.seed,
             stop=stop,
             sampler=sampling.sampler(tokenizer),
             logits_processors=sampling.processors(),
             prompt_cache=prompt_cache,
-            prefill_step_size=prefill_step_size,
             prompt_progress_callback=prefill_status,
             profile=profile,
-            **kv_settings,
+            **asdict(request),
         ):
             if verbose and not tokens:
                 where = "" if group is None else f" in {group.size()} processes"
-                mode = f"{target.model}{where}: {options.effective_mode(model, num_draft_tokens, response.stats)}"
+                mode = (
+                    f"{target.model}{where}: {options.effective_mode(model, request.num_draft_tokens, response.stats)}"
+                )
                 if _defaulted("prompt"):
                     mode = f'no --prompt (- reads stdin), so this one is answered: "{prompt}"\n{mode}'
                 # mlx.launch forwards both outputs by pipes of their own: what is said now would land in the answer.
@@ -129,7 +122,7 @@ def generate(
         if profile:
             note(_phases(response.stats.phases))
         if recorder:
-            _write_trace(trace, recorder, target.model, model, prompt, response.stats, kv.format())
+            _write_trace(trace, recorder, target.model, model, prompt, response.stats, kv_format)
 
 
 def _check_together(prompt: str, prompt_cache_file: str | None) -> None:

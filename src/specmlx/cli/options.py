@@ -9,27 +9,62 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specmlx.cli.flags import grouped, json_object
+from specmlx.cli.flags import json_object
 from specmlx.cli.template import check_template_config, render
 from specmlx.cli.terminal import status
-from specmlx.values import check
+from specmlx.values import option
 
 if TYPE_CHECKING:
-    from specmlx.cli.drafting import DraftFlags
     from specmlx.state.quantized_kv import KVFormat
 
 DEMO = "demo"
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class DraftFlags:
+    """What makes drafting cheaper; the fields are those of `drafters.settings.DraftSettings`."""
+
+    draft_window: int | None = option(
+        None,
+        "Tokens that a block drafter looks back at; default: its config's, 4096 for layers that have none.",
+        least=1,
+        metavar="N",
+    )
+    draft_quantize: str | None = option(
+        None,
+        "The drafter's projections in so many bits; default: 4 on Metal, none elsewhere.",
+        type=click.Choice(["4", "8", "nvfp4", "mxfp4", "none"]),
+    )
+    draft_vocab: int | None = option(
+        None, "The drafter's head for the N most frequent tokens only.", least=1, metavar="N"
+    )
+    draft_vocab_file: str | None = option(
+        None,
+        "JSON list of token ids, the most frequent first; default: token_frequencies.json beside the models.",
+        metavar="FILE",
+    )
+    draft_markov_top_k: int | None = option(
+        None,
+        "DSpark: the Markov bias of a slot's K best tokens only; the others are not drafted.",
+        least=1,
+        metavar="K",
+    )
 
 
 @dataclass(frozen=True)
 class ModelFlags:
     """Which target, and how it is loaded."""
 
-    model: str
-    dtype: str | None
-    adapter_path: str | None
-    trust_remote_code: bool
-    consistent: bool = False
+    model: str = option(
+        DEMO,
+        "Target: a directory, a Hub id (owner/name, or owner/name@revision), or demo.",
+        metavar="PATH_OR_ID",
+    )
+    dtype: str | None = option(None, "Instead of the files' own.", type=click.Choice(DTYPES))
+    adapter_path: str | None = option(None, "LoRA or DoRA adapters, mlx-lm's or PEFT's.", metavar="DIR")
+    trust_remote_code: bool = option(False, "Run the tokenizer's own code.")
+    consistent: bool = option(False, "On Metal: one kernel for every number of rows, for equal bits.")
 
     def check(self, *draft_models: str | None) -> None:
         """Raise ValueError for what is wrong with a pair by its small files, before what takes seconds to import."""
@@ -41,7 +76,7 @@ class ModelFlags:
     def load(
         self,
         draft_model: str | None = "auto",
-        drafting: "DraftFlags | None" = None,
+        drafting: DraftFlags | None = None,
         group: Any = None,
     ):
         """(model, tokenizer), the drafter kept on the model; `draft_model` may be "none". Raises ValueError.
@@ -66,14 +101,25 @@ class ModelFlags:
             )
 
 
+def _template_config(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+    parsed = json_object(ctx, param, value)
+    try:
+        check_template_config(parsed or {})
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from None
+    return parsed
+
+
 @dataclass(frozen=True)
 class TemplateFlags:
     """How a prompt becomes text: through the chat template unless that is ignored or there is none."""
 
-    system_prompt: str | None
-    ignore_chat_template: bool
-    use_default_chat_template: bool
-    chat_template_config: dict[str, Any] | None
+    system_prompt: str | None = option(None, "System message of the chat.", metavar="TEXT")
+    ignore_chat_template: bool = option(False, "Give the model the raw prompt.")
+    use_default_chat_template: bool = option(False, "Fail where the tokenizer has no chat template.")
+    chat_template_config: dict[str, Any] | None = option(
+        None, 'Like {"enable_thinking": false}.', metavar="JSON", callback=_template_config
+    )
 
     def ids(self, tokenizer: Any, prompt: str, prefill_response: str | None = None, suffix: bool = False) -> list[int]:
         """Token ids of a prompt; with `suffix`, from the user's words on: what is before them is in a prompt cache.
@@ -125,26 +171,6 @@ def loading(name: str) -> Iterator[None]:
             raise ValueError(f"can't load {name}: {error!r}") from error
 
 
-def checked(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """A callback that checks an option as the functions that take it do; a text that is a number becomes one."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            value = int(value)
-    return check(param.name, value)
-
-
-def max_tokens_option(default: int) -> Callable:
-    return click.option(
-        "--max-tokens",
-        "-m",
-        type=int,
-        default=default,
-        show_default=True,
-        callback=checked,
-        help="Most tokens of an answer; -1 is no limit.",
-    )
-
-
 def unsupported(*declarations: str, **attrs: Any) -> Callable:
     """An option of mlx_lm.generate that is taken and refused, so that nothing is silently ignored."""
 
@@ -156,22 +182,6 @@ def unsupported(*declarations: str, **attrs: Any) -> Callable:
     return click.option(*declarations, hidden=True, expose_value=False, callback=refuse, **attrs)
 
 
-model_options = grouped(
-    "target",
-    ModelFlags,
-    click.option(
-        "--model",
-        default=DEMO,
-        show_default=True,
-        metavar="PATH_OR_ID",
-        help="Target: a directory, a Hub id (owner/name, or owner/name@revision), or demo.",
-    ),
-    click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]), help="Instead of the files' own."),
-    click.option("--adapter-path", metavar="DIR", help="LoRA or DoRA adapters, mlx-lm's or PEFT's."),
-    click.option("--trust-remote-code", is_flag=True, help="Run the tokenizer's own code."),
-    click.option("--consistent", is_flag=True, help="On Metal: one kernel for every number of rows, for equal bits."),
-)
-
 draft_model_option = click.option(
     "--draft-model",
     default="auto",
@@ -181,100 +191,31 @@ draft_model_option = click.option(
 )
 
 
-def num_draft_tokens_option(default: str) -> Callable:
-    return click.option(
-        "--num-draft-tokens",
-        callback=checked,
-        default=default,
-        show_default=True,
-        metavar="auto|full|N",
-        help="Drafted tokens checked in a pass: as many as is fastest, all that the drafter makes, or N.",
-    )
-
-
-prefill_step_size_option = click.option(
-    "--prefill-step-size",
-    type=int,
-    callback=checked,
-    default=2048,
-    show_default=True,
-    help="Prompt tokens per step, rounded up to a multiple of 64.",
-)
-
-
 @dataclass(frozen=True)
-class KVFlags:
-    """How much of a conversation is kept, and how."""
+class RequestFlags:
+    """How an answer is made; the fields are keywords of `stream_generate`."""
 
-    max_kv_size: int | None
-    kv_bits: int | str | None
-    kv_group_size: int
-    quantized_kv_start: int
+    num_draft_tokens: int | str = option(
+        "auto",
+        "Drafted tokens checked in a pass: as many as is fastest, all that the drafter makes, or N.",
+        metavar="auto|full|N",
+    )
+    max_tokens: int = option(100, "Most tokens of an answer; -1 is no limit.", names=("-m",))
+    prefill_step_size: int = option(2048, "Prompt tokens per step, rounded up to a multiple of 64.")
+    max_kv_size: int | None = option(
+        None,
+        "Most tokens of a conversation; default: the model's positions. What is longer is refused.",
+        metavar="N",
+    )
+    kv_bits: int | str | None = option(None, "Keys and values in 2 to 8 bits, or int8.", metavar="N|int8")
+    kv_group_size: int = option(64, "Elements that share a scale.")
+    quantized_kv_start: int = option(5000, "From this many tokens on.")
 
-    def settings(self) -> dict[str, Any]:
-        """Keywords of `stream_generate`. Raises ValueError for bad values."""
-        self.format()
-        return asdict(self)
-
-    def format(self) -> "KVFormat | None":
+    def kv_format(self) -> "KVFormat | None":
         """How keys and values are kept, None for the model's dtype. Raises ValueError for bad values."""
         from specmlx.state.quantized_kv import KVFormat
 
         return KVFormat.read(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
-
-
-kv_options = grouped(
-    "kv",
-    KVFlags,
-    click.option(
-        "--max-kv-size",
-        type=int,
-        callback=checked,
-        metavar="N",
-        help="Most tokens of a conversation; default: the model's positions. What is longer is refused.",
-    ),
-    click.option("--kv-bits", metavar="N|int8", callback=checked, help="Keys and values in 2 to 8 bits, or int8."),
-    click.option("--kv-group-size", type=int, default=64, show_default=True, help="Elements that share a scale."),
-    click.option(
-        "--quantized-kv-start",
-        type=int,
-        default=5000,
-        show_default=True,
-        help="From this many tokens on.",
-    ),
-)
-
-prompt_cache_bytes_option = click.option(
-    "--prompt-cache-bytes",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="What snapshots of prompts may take; default: a quarter of the memory that the device recommends to use.",
-)
-
-system_prompt_option = click.option("--system-prompt", metavar="TEXT", help="System message of the chat.")
-
-
-def _template_config(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
-    parsed = json_object(ctx, param, value)
-    try:
-        check_template_config(parsed or {})
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.") from None
-    return parsed
-
-
-chat_template_config_option = click.option(
-    "--chat-template-config", metavar="JSON", callback=_template_config, help='Like {"enable_thinking": false}.'
-)
-
-template_options = grouped(
-    "template",
-    TemplateFlags,
-    system_prompt_option,
-    click.option("--ignore-chat-template", is_flag=True, help="Give the model the raw prompt."),
-    click.option("--use-default-chat-template", is_flag=True, help="Fail where the tokenizer has no chat template."),
-    chat_template_config_option,
-)
 
 
 def effective_mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmlx.cli import options, parity_report
-from specmlx.cli.drafting import DraftFlags, draft_options
-from specmlx.cli.sampling import SamplingFlags, sampling_options
+from specmlx.cli.flags import grouped, options_of
+from specmlx.cli.sampling import SamplingFlags
 from specmlx.cli.terminal import answers, note, say, status
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ PROMPTS = (
 
 
 @click.command(short_help="Check that a drafter changes no token.")
-@options.model_options
+@grouped("target", options.ModelFlags)
 @click.option(
     "--draft-model",
     multiple=True,
@@ -40,15 +40,13 @@ PROMPTS = (
     metavar="auto|PATH_OR_ID",
     help="Drafter; may be repeated.",
 )
-@draft_options
-@options.num_draft_tokens_option("full")
+@grouped("drafting", options.DraftFlags)
+@options_of(options.RequestFlags, "num_draft_tokens", "max_tokens", "prefill_step_size", num_draft_tokens="full")
 @click.option("--prompt", "-p", multiple=True, help="May be repeated. Default: some of specmlx's own.")
 @click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="The first N prompts only.")
-@options.template_options
-@options.max_tokens_option(100)
-@sampling_options
-@options.prefill_step_size_option
+@grouped("template", options.TemplateFlags)
+@grouped("sampling", SamplingFlags)
 @click.option("--reference", type=click.Choice([MLX_LM]), help="Also mlx_lm's own decoding of the same files.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def parity(
@@ -56,7 +54,7 @@ def parity(
     sampling: SamplingFlags,
     template: options.TemplateFlags,
     draft_model: tuple[str, ...],
-    drafting: DraftFlags,
+    drafting: options.DraftFlags,
     num_draft_tokens: int | str,
     prompt: tuple[str, ...],
     prompts: Path | None,
@@ -158,7 +156,9 @@ def _files(target: options.ModelFlags, reference: str | None) -> Iterator[option
         yield replace(target, model=str(write_demo(directory)))
 
 
-def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: DraftFlags) -> dict[str, Any]:
+def _drafters(
+    model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: options.DraftFlags
+) -> dict[str, Any]:
     from specmlx.generation import check_width
     from specmlx.loading import load_drafter
 

@@ -10,7 +10,9 @@ from typing import Any
 import click
 
 from specmlx.cli import options
+from specmlx.cli.flags import grouped, options_of
 from specmlx.cli.terminal import note, show_status, status
+from specmlx.training.settings import Settings
 
 KINDS = ("dflash", "dflash2", "dspark")
 PACKAGINGS = ("zlab", "deepspec", "speculators")
@@ -26,7 +28,7 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
 
 
 @click.command(short_help="Train a drafter for a model.")
-@options.model_options
+@grouped("target", options.ModelFlags)
 @click.option(
     "--data", required=True, metavar="FILE|HUB_DATASET", help="JSONL: messages, prompt (completion), or text."
 )
@@ -43,19 +45,10 @@ def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple
 @click.option("--taps", callback=_ids, metavar="I,J,…", help="Target layers whose outputs it sees; default: spread.")
 @click.option("--window", type=int, metavar="N", help="Rows that it looks back; default: all.")
 @click.option("--mask-token-id", type=int, help="A token that no text uses; default: found in the tokenizer.")
-@click.option("--learning-rate", type=click.FloatRange(min=0), help="Peak; default: by the model's width.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences in a batch.")
-@click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True, help="Batches in a step.")
-@click.option("--anchors", type=click.IntRange(min=1), default=12, show_default=True, help="Blocks of a sequence.")
-@click.option("--grad-checkpoint", is_flag=True, help="Less memory: gradients run each layer again.")
-@click.option("--max-length", type=click.IntRange(min=8), default=1024, show_default=True, help="Of a sequence.")
-@options.max_tokens_option(256)
-@click.option(
-    "--temp", type=click.FloatRange(min=0), default=0.0, show_default=True, help="Of the target's answers; 0 is greedy."
-)
+@options_of(Settings, learning_rate=None)
+@options_of(options.RequestFlags, "max_tokens", max_tokens=256)
 @click.option("--seed", type=int, default=0, show_default=True)
-@options.chat_template_config_option
-@click.option("--checkpoint-every", type=click.IntRange(min=1), default=100, show_default=True, metavar="STEPS")
+@options_of(options.TemplateFlags, "chat_template_config")
 @click.option(
     "--export",
     "exports",
@@ -120,7 +113,6 @@ def _settings(model: Any, tokenizer: Any, kind: str | None, init: str | None, st
     from specmlx.formats.checkpoint import read_config
     from specmlx.places import resolve
     from specmlx.training.geometry import default_rate, drafter_config, grown, mask_token
-    from specmlx.training.run import Settings
 
     shape = {name: flags.pop(name) for name in ("block_size", "layers", "taps", "window")}
     mask = flags.pop("mask_token_id")

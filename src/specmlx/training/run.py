@@ -4,7 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from specmlx.training.drafter import DraftLoss, draft_loss
 from specmlx.training.export import check_export, export
 from specmlx.training.lock import LOCK, locked
 from specmlx.training.loop import CHECKPOINT, Batch, Schedule, train
+from specmlx.training.settings import Settings
 
 FOLDER, SETTINGS = TRAINING.split("/")
 ANSWERS = "answers.jsonl"
@@ -40,40 +41,6 @@ LOSSES = {
 # Steps after which the number that fits into the minutes is fixed; below the warm-up, so that the rate is the same.
 CALIBRATION = 20
 MEASURE_EVERY = 100
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All that the weights depend on; lengths in tokens, rates per step.
-
-    steps: None until `minutes` have been turned into steps. config: the drafter's config.json. data, target: what the
-    rows and the target's weights are known by, filled in by `Run`.
-    """
-
-    config: dict[str, Any]
-    steps: int | None = 1000
-    minutes: float | None = None
-    init: str | None = None
-    learning_rate: float = 1e-3
-    warmup: int = 50
-    batch_size: int = 16
-    accumulate: int = 1
-    anchors: int = 12
-    grad_checkpoint: bool = False
-    max_length: int = 1024
-    max_tokens: int = 256
-    temp: float = 0.0
-    chat_template_config: dict[str, Any] | None = None
-    pool: int = 64
-    repeats: int = 2
-    seed: int = 0
-    checkpoint_every: int = 100
-    data: str = ""
-    target: str = ""
-
-    @property
-    def kind(self) -> str:
-        return DrafterConfig.from_dict(self.config).kind
 
 
 class Run:
