@@ -117,7 +117,7 @@ class Jobs:
         **options: Any,
     ) -> Scheduler:
         """Options as `batch_generate`'s. Raises ValueError for those that can't be honoured."""
-        options |= {name: check(name, options[name]) for name in ("max_lanes", "prefill_step_size")}
+        options |= {name: check(name, options[name]) for name in ("max_lanes", "prefill_step_size") if name in options}
         kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
         self._caching = options.get("prompt_cache") is not None
         # Refused before any prompt runs.
