@@ -301,3 +301,7 @@ def test_a_chat_goes_on_from_its_file_and_the_file_can_be_listed_and_cleared(mod
     refused = run("chat", "--prompt-cache-file", tmp_path / "bad", stdin="Hello\n")
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
     assert (tmp_path / "bad").read_bytes() == b"\x07" * 40
+
+
+def test_the_demo_is_known_by_the_name_that_earlier_conversations_have():
+    assert load("demo", draft_model=None)[0].fingerprint == "b0f39c1101d901063f7f0dc4f9b89db1"

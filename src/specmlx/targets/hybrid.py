@@ -104,7 +104,9 @@ class Model(Drafted, nn.Module):
     @cached_property
     def fingerprint(self) -> str:
         """A name for the weights, taken when it is first asked for: what their states are known by."""
-        return fingerprint(self, replace(self.args, draft_model=None))
+        # The kind of rope by both of its names, as conversations that were kept before know it.
+        rope = self.args.rope_parameters | {"type": self.args.rope_parameters["rope_type"]}
+        return fingerprint(self, replace(self.args, draft_model=None, rope_parameters=rope))
 
     @property
     def config(self) -> HybridConfig:
