@@ -23,6 +23,22 @@ import pytest
 def pytest_configure(config):
     config.addinivalue_line("markers", "linux_bits: asserts equal bits; skipped elsewhere than on Linux")
     config.addinivalue_line("markers", "real_file: needs a download from PyPI; runs with -m real_file only")
+    config.addinivalue_line("markers", "alone: is about a conversation alone in its batch")
+
+
+def pytest_generate_tests(metafunc):
+    if "batch_size" in metafunc.fixturenames:
+        alone = metafunc.definition.get_closest_marker("alone")
+        metafunc.parametrize("batch_size", [1] if alone else [1, 3], indirect=True)
+
+
+@pytest.fixture
+def batch_size(request, monkeypatch):
+    """How many sequences a scripted conversation is decoded with: itself alone, then two others beside it."""
+    from scripted import Run
+
+    monkeypatch.setattr(Run, "batch_size", request.param)
+    return request.param
 
 
 def pytest_collection_modifyitems(items):

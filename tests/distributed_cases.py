@@ -2,13 +2,14 @@
 
 import json
 import sys
+from functools import partial
 
 import mlx.core as mx
+from rig import generate_tokens
 
 import specmlx
-from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
-from specmlx.speculation.shared import SharedDrafter, SharedPolicy, SharedWidths
+from specmlx.speculation.shared import SharedWidths, from_first
 from specmlx.state.conversation import Conversation
 
 # Five tokens: a random target and a random drafter then agree often, yet not always.
@@ -58,11 +59,11 @@ def cases(directory: str, group: mx.distributed.Group | None) -> dict:
 
     # As on a GPU, with each round issued before the one before it is read.
     policy = Policy(sampled()["sampler"], sampled()["logits_processors"], 3)
-    drafter, width = model.draft_model, None
+    drafter, width, decide = model.draft_model, None, None
     if group is not None:
-        drafter, policy = SharedDrafter(drafter, group), SharedPolicy(policy, group)
-        width = SharedWidths(drafter.max_width, group)
-    ahead = generate_tokens(model, Conversation(model.new_states()), PROMPT, policy, drafter, width, max_tokens=12)
+        width, decide = SharedWidths(drafter.max_width, group), partial(from_first, group)
+    conversation, options = Conversation(model.new_states()), dict(max_tokens=12, decide=decide)
+    ahead = generate_tokens(model, conversation, PROMPT, policy, drafter, width, **options)
     found["ahead"] = [[token.id for token in ahead], None, None]
     return found
 

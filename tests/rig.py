@@ -8,6 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from specmlx.speculation import loop
+from specmlx.speculation.stats import Stats
 from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates
 from specmlx.targets.checkpoint import cast
@@ -98,6 +100,27 @@ def mlx_lm_twin(model: Model, **changes):
     twin.load_weights(weights, strict=True)
     twin.eval()
     return twin
+
+
+def generate_tokens(
+    target,
+    conversation,
+    prompt,
+    policy,
+    drafter=None,
+    num_draft_tokens=None,
+    *,
+    lookahead=True,
+    decide=None,
+    stop_tokens=(),
+    max_tokens=-1,
+    stats=None,
+    **options,
+):
+    """Tokens that continue a conversation, in a batch of its own."""
+    batch = loop.Batch(target, drafter, num_draft_tokens, lookahead=lookahead, decide=decide)
+    sequence = loop.Sequence(conversation, policy, [], stop_tokens, max_tokens, Stats() if stats is None else stats)
+    yield from loop.generate_tokens(batch, sequence, prompt, **options)
 
 
 def tokens(seed: int, n: int, vocab: int = 96) -> mx.array:

@@ -1,14 +1,18 @@
 """A target without a neural network, drafters that follow a script, and a conversation of the two."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ids
 
 import mlx.core as mx
 import numpy as np
+from rig import generate_tokens
 
 from specmlx.drafters.proposal import Proposal
-from specmlx.speculation.loop import generate_tokens
+from specmlx.speculation.joint import Joint
+from specmlx.speculation.loop import Batch, Sequence
 from specmlx.speculation.policy import Policy
+from specmlx.speculation.prefill import prefill
 from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation
 from specmlx.state.kv import reserve, write
@@ -19,7 +23,7 @@ _ROWS = 997
 _TABLE = np.random.default_rng(0).normal(size=(_ROWS, V)).astype(np.float32)
 
 
-def oracle(text: Sequence[int], count: int, stop_tokens: Sequence[int] = ()) -> list[int]:
+def oracle(text: Ids[int], count: int, stop_tokens: Ids[int] = ()) -> list[int]:
     """The greedy continuation of a text, by numpy: `count` tokens, or up to a stop token."""
     text = list(text)
     start = len(text)
@@ -47,17 +51,18 @@ class TableTarget:
     def conversation(self) -> Conversation:
         return Conversation(LayerStates([None]))
 
-    def ids(self, conversation: Conversation) -> list[int]:
-        """What the state holds."""
-        kv = conversation.states.folded()[0]
-        return [] if kv is None else kv.keys[0, 0, : conversation.states.length, 0].tolist()
+    def ids(self, conversation: Conversation, states: LayerStates | None = None, index: int = 0) -> list[int]:
+        """What the conversation's own state holds, or one that it is in with others."""
+        states = conversation.states if states is None else states
+        kv, lengths = states.folded()[0], mx.broadcast_to(mx.array(states.length), (states.batch,))
+        return [] if kv is None else kv.keys[index, 0, : lengths[index].item(), 0].tolist()
 
-    def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int] = ()) -> Pass:
+    def verify(self, states: LayerStates, rows: mx.array, tap_ids: Ids[int] = ()) -> Pass:
         self.passes.append(rows.shape[1])
         return states.open(self._run(states, rows, tap_ids))
 
     def prefill(
-        self, states: LayerStates, tokens: mx.array, tap_ids: Sequence[int] = (), step_size: int = 2048
+        self, states: LayerStates, tokens: mx.array, tap_ids: Ids[int] = (), step_size: int = 2048
     ) -> Iterator[tuple[mx.array, mx.array | None]]:
         for at in range(0, tokens.shape[1], step_size):
             step = tokens[:, at : at + step_size]
@@ -66,22 +71,24 @@ class TableTarget:
             states.commit(step.shape[1])
             yield step, done.features
 
-    def _run(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int]) -> Pass:
+    def _run(self, states: LayerStates, rows: mx.array, tap_ids: Ids[int]) -> Pass:
         T = rows.shape[1]
         origin = states.origin(T)
         ids = rows[:, None, :, None]
         kv = write(reserve(states.layers[0], origin.length, ids, ids), ids, ids, origin.start)
         places = mx.arange(origin.length) + 1
-        positions = origin.start + mx.arange(T)
-        chosen = mx.cumsum(kv.keys[0, 0, : origin.length, 0] * places)[positions] % _ROWS
-        logits = self.table[chosen]
+        positions = mx.broadcast_to(mx.array(origin.start).reshape(-1, 1) + mx.arange(T), rows.shape)
+        sums = mx.cumsum(kv.keys[:, 0, : origin.length, 0] * places, axis=1)
+        logits = self.table[mx.take_along_axis(sums, positions, axis=1) % _ROWS]
+        first = mx.arange(len(rows))[:, None, None] == 0
         for index, value in self.spoilt.items():
-            logits = mx.where((positions == index - 1)[:, None], value, logits)
+            logits = mx.where(first & (positions == index - 1)[..., None], value, logits)
         # As an embedding would read foreign memory.
-        logits = mx.where(mx.all((rows >= 0) & (rows < V)), logits, mx.nan)
+        fine = mx.all((rows >= 0) & (rows < V), axis=1)
+        logits = mx.where(fine[:, None, None], logits, mx.nan)
         # A row's own id and position, so that a drafter can tell whose features it is shown.
-        features = mx.stack([rows, mx.broadcast_to(positions, rows.shape)], axis=-1)
-        return Pass(T, [kv], logits[None], features if tap_ids else None)
+        features = mx.stack([rows, positions], axis=-1)
+        return Pass(T, [kv], logits, features if tap_ids else None)
 
 
 class Context:
@@ -107,16 +114,17 @@ class Context:
 class ScriptedDrafter:
     """Proposes by a script; in every round it checks that it has been shown every row of the conversation, once.
 
-    text: all ids of the conversation, those still to come included. guess: (absolute index, slot, right id) -> id.
+    text: all ids of the conversation, those still to come included; those of others beside it are `OTHERS`.
+    guess: (absolute index, slot, right id) -> id.
     widths: what it proposes at most, round by round.
     """
 
     def __init__(
         self,
-        text: Sequence[int],
+        text: Ids[int],
         guess: Callable[[int, int, int], int],
         max_width: int = 7,
-        widths: Sequence[int] = (),
+        widths: Ids[int] = (),
         tap_ids: tuple[int, ...] = (0,),
     ):
         self.text = list(text)
@@ -133,14 +141,21 @@ class ScriptedDrafter:
     def propose(self, context: Context, anchor: mx.array, width: int, policy) -> Proposal:
         assert 0 < width <= self.max_width
         position = context.start + len(context.tokens)
-        assert context.tokens == self.text[context.start : position], "it was not shown the conversation's rows"
-        assert anchor.tolist() == [self.text[position]]
-        if self.widths:
+        seen = [*context.tokens, *anchor.tolist()]
+        text = next(
+            (text for text in (self.text, *OTHERS) if self._says(text[context.start : position + 1], seen)), None
+        )
+        assert text is not None, "it was not shown the conversation's rows"
+        if self.widths and text is self.text:
             width = min(width, self.widths.pop(0))
-        right = self.text[position + 1 : position + 1 + width]
+        right = text[position + 1 : position + 1 + width]
         right += [0] * (width - len(right))
         drafts = [self.guess(position + 1 + s, s, token) for s, token in enumerate(right)]
         return Proposal(mx.array([drafts], dtype=mx.int32).reshape(1, -1))
+
+    def _says(self, text: list[int], seen: list[int]) -> bool:
+        """Whether a text says what was seen; beside others, a round may be issued that goes beyond its end."""
+        return text == (seen[: len(text)] if Run.batch_size > 1 else seen)
 
     def observe(self, context: Context, tokens: mx.array, features: mx.array | None, count: int) -> None:
         count = count if isinstance(count, int) else count.item()
@@ -206,18 +221,27 @@ PROMPT = [3, 1, 4, 1, 5]
 TEXT = PROMPT + oracle(PROMPT, 40)
 
 
+# What goes on beside a conversation in a batch.
+OTHER_PROMPTS = [[2, 7, 1], [8] * 9]
+OTHERS = [prompt + oracle(prompt, 600) for prompt in OTHER_PROMPTS]
+
+
 class Run:
-    """One conversation with a target, and what its last call gave."""
+    """One conversation with a target, alone or the first in a batch of so many, and what its last call gave."""
+
+    batch_size = 1
 
     def __init__(self, target: TableTarget | None = None):
         self.target = target or TableTarget()
         self.conversation = self.target.conversation()
         self.given: list[int] = []
         self.finish = None
+        self.batch: Batch | None = None
 
     def start(self, prompt=PROMPT, policy=None, drafter=None, width=None, **options):
         self.prompt, self.stats, self.given, self.finish = list(prompt), Stats(), [], None
-        self.tokens = generate_tokens(
+        run = generate_tokens if self.batch_size == 1 else self._beside_others
+        self.tokens = run(
             self.target, self.conversation, prompt, policy or Policy(), drafter, width, stats=self.stats, **options
         )
         return self
@@ -235,7 +259,47 @@ class Run:
     def check(self) -> None:
         """The conversation holds what the user was given: the newest token pending, the others in the state."""
         assert self.conversation.tokens[-len(self.given) - len(self.prompt) :] == self.prompt + self.given
-        assert self.target.ids(self.conversation) == self.conversation.processed
+        assert self.ids() == self.conversation.processed
+
+    def ids(self) -> list[int]:
+        """What the state holds of the conversation."""
+        if self.batch is None or not isinstance(self.batch.held, Joint) or self.conversation.states.layers:
+            return self.target.ids(self.conversation)
+        index = self.batch.held.conversations.index(self.conversation)
+        return self.target.ids(self.conversation, self.batch.held.states, index)
+
+    def _beside_others(self, target, conversation, prompt, policy, drafter, width, *, lookahead=True, stats, **options):
+        """`generate_tokens` in a batch; whoever is beside is seen to have its own text."""
+        names = ("stop_tokens", "max_tokens")
+        own = Sequence(conversation, policy, stats=stats, **{k: options.pop(k) for k in names if k in options})
+        batch = self.batch = Batch(target, drafter, width, lookahead=lookahead)
+        others = {}
+        for text, start in zip(OTHERS, OTHER_PROMPTS[: self.batch_size - 1], strict=False):
+            other = Sequence(target.conversation(), Policy(), list(start))
+            taken_in(target, other.conversation, start, drafter)
+            others[other] = iter(text[len(start) :])
+        taken_in(target, conversation, prompt, drafter, **options)
+        own.history += prompt
+        batch.join([own, *others])
+        try:
+            while not own.over:
+                for sequence, token in batch.round():
+                    if token is None:
+                        raise sequence.error
+                    if sequence is own:
+                        yield token
+                    else:
+                        assert token.id == next(others[sequence])
+        finally:
+            if batch.held is not None and not batch.held.states.broken:
+                own.over = True
+                batch.part(own)
+
+
+def taken_in(target, conversation, prompt, drafter, prefill_step_size=2048, progress=lambda *at: None) -> None:
+    for step in prefill(target, conversation, prompt, drafter, prefill_step_size):
+        progress(step, len(prompt))
+    progress(len(prompt), len(prompt))
 
 
 def drafter(guess=all_right, text=TEXT, **options) -> ScriptedDrafter:

@@ -14,7 +14,19 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as stock_caches
 from mlx_lm.utils import save_config, save_model
-from rig import EXPERTS, NEXT, by_steps, collect, in_rounds, mlx_lm_twin, same_bits, small_tokenizer, tiny, tokens
+from rig import (
+    EXPERTS,
+    NEXT,
+    by_steps,
+    collect,
+    generate_tokens,
+    in_rounds,
+    mlx_lm_twin,
+    same_bits,
+    small_tokenizer,
+    tiny,
+    tokens,
+)
 from scripted import ScriptedDrafter, right_with
 
 import specmlx
@@ -22,7 +34,6 @@ from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.pairing import check_pair
 from specmlx.drafters.vocabulary import logits_of
-from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.state.caches import CacheStates

@@ -21,7 +21,7 @@ from specmlx import (
 )
 from specmlx.drafters.proposal import Proposal
 from specmlx.generation import stream_generate
-from specmlx.speculation.lane_policy import LanePolicy, grouped
+from specmlx.speculation.mixed_policy import Policies
 from specmlx.speculation.policy import Policy
 from specmlx.state.layers import LayerStates
 from specmlx.state.store import usable_memory
@@ -127,7 +127,7 @@ def test_a_lane_decides_as_it_would_alone_whatever_rules_the_others_follow():
     positions = mx.array([9, 70, 5, 33, 12], dtype=mx.int32)
     histories = [[i, i + 1, 2] for i in range(B)]
     drafts, logits = mx.random.normal((B, width, V)), mx.random.normal((B, width + 1, V))
-    lanes = LanePolicy(grouped(policies), positions, histories)
+    lanes = Policies(policies).at(positions, histories)
     assert len(lanes.groups) == 4, "the two lanes that sample alike belong together"
     tokens, q = lanes.draft(drafts, 0)
     outcome, logprobs = lanes.accept(tokens, q, logits)
@@ -142,7 +142,7 @@ def test_a_lane_decides_as_it_would_alone_whatever_rules_the_others_follow():
             kept.next_anchor.item(),
         )
         assert mx.array_equal(logprobs[i], scores[0])
-        assert lanes.lane(i).draft(drafts[i : i + 1], 0)[0].tolist() == want.tolist()
+        assert lanes.alone(i).draft(drafts[i : i + 1], 0)[0].tolist() == want.tolist()
 
 
 def test_a_lane_whose_logits_are_spoilt_fails_alone_with_their_position(tokenizer):

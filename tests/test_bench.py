@@ -14,9 +14,9 @@ from specmlx.loading import load
 from specmlx.receipts.benchmark import AlwaysWrong, Sample, Spread, answer, differing, measure, table
 from specmlx.receipts.machine import this_machine
 from specmlx.receipts.suites import SUITES, suite
-from specmlx.speculation.profile import host_share
 from specmlx.speculation.sampling import make_sampler
 from specmlx.speculation.stats import Stats
+from specmlx.speculation.timer import host_share
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +144,9 @@ def test_modes_take_turns_and_the_first_prompt_warms_up(directory):
 
 def test_a_drafter_that_is_always_wrong_costs_what_the_other_does_and_keeps_nothing(directory):
     model, tokenizer = load(str(directory))
-    wrong = AlwaysWrong(model.draft_model, model.vocab_size)
+    wrong = AlwaysWrong(model.vocab_size)
     plain = answer(model, tokenizer, [5, 6, 7], 12, draft_model=None)
-    drafted = answer(model, tokenizer, [5, 6, 7], 12, draft_model=wrong, num_draft_tokens="full")
+    drafted = answer(model, tokenizer, [5, 6, 7], 12, on_proposal=wrong, num_draft_tokens="full")
     assert drafted.tokens == plain.tokens and drafted.stats.accepted <= 1 and drafted.stats.proposed > 12
 
 

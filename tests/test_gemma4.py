@@ -8,12 +8,11 @@ import mlx.nn as nn
 import pytest
 from drafter_kit import StandInTarget
 from mlx_lm.models import gemma4_text
-from rig import same_bits
+from rig import generate_tokens, same_bits
 from test_drafter_goldens import observe_rows, observe_verified, replay
 
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.pairing import check_pair
-from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation

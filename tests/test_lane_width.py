@@ -9,7 +9,7 @@ from rig import SMALL, mlx_lm_twin, small_tokenizer, tiny
 from scripted import ScriptedDrafter, all_right
 
 from specmlx import batch_generate, generate, load
-from specmlx.generation import choose_width
+from specmlx.draft_options import choose_width
 from specmlx.responses import Reply
 from specmlx.scheduler import Job, Scheduler
 from specmlx.speculation.costs import Costs, costs_file
@@ -29,13 +29,16 @@ CHANCES = (0.9, 0.5, 0.85, 0.7, 0.9, 0.6, 0.8, 0.75)
 
 
 class Fixed:
-    """The same width in every round, where there may be so many."""
+    """The same width in every round."""
 
     def __init__(self, width: int):
         self.width = width
 
-    def choose(self, lanes: int, most: int | None) -> int:
-        return self.width if most is None else min(most, self.width)
+    def __call__(self, lanes: int) -> "Fixed":
+        return self
+
+    def choose(self) -> int:
+        return self.width
 
     def observed(self, *round) -> None:
         pass
@@ -45,15 +48,13 @@ def speed(widths: LaneWidths | Fixed, curve: str, lanes: int, rounds: int = 400,
     """Tokens a second; where `cut_every` says so, the last rounds of requests, which may have one drafted token."""
     rng, tokens, total = random.Random(1), 0, 0.0
     for n in range(1, rounds + 1):
-        limit = 1 if cut_every and n % cut_every == 0 else None
-        width = widths.choose(lanes, limit)
+        width = min(widths(lanes).choose(), 1 if cut_every and n % cut_every == 0 else MOST)
         kept = []
         for chance in CHANCES[:lanes]:
             kept.append(next((k for k in range(width) if rng.random() > chance), width))
         seconds = CURVES[curve](lanes * (width + 1)) + (0.1 if width else 0)
         tokens, total = tokens + sum(kept) + lanes, total + seconds
-        if limit is None:
-            widths.observed(lanes, width, kept, seconds * (1 + 0.05 * rng.random()))
+        widths(lanes).observed(width, kept[0], seconds * (1 + 0.05 * rng.random()), kept[1:])
     return tokens / total
 
 
@@ -73,19 +74,19 @@ def test_lanes_that_no_drafter_serves_neither_stop_it_for_the_others_nor_lose(ch
     for seed in range(4):
         rng, widths, tokens, total = random.Random(seed), LaneWidths(lambda about: AutoWidth(MOST)), 0, 0.0
         for _ in range(1500):
-            width = widths.choose(4, None)
+            width = widths(4).choose()
             kept = [next((k for k in range(width) if rng.random() >= chance), width) for chance in chances]
             seconds = 1 + 0.02 * width + 0.3 * (width > 0)
             tokens, total = tokens + sum(kept) + 4, total + seconds
-            widths.observed(4, width, kept, seconds * math.exp(rng.gauss(0, 0.05)))
+            widths(4).observed(width, kept[0], seconds * math.exp(rng.gauss(0, 0.05)), kept[1:])
         assert tokens / total / 4 > least
 
 
 def test_numbers_of_lanes_learn_apart_and_near_ones_together():
     made = []
     widths = LaneWidths(lambda about: made.append(about) or AutoWidth(MOST))
-    assert [widths.of(n) is widths.of(8) for n in (4, 5, 7, 8, 9)] == [False, True, True, True, False]
-    assert [widths.of(n) is widths.of(1) for n in (1, 2)] == [True, False] and sorted(made) == [1, 2, 4, 8, 16]
+    assert [widths(n) is widths(8) for n in (4, 5, 7, 8, 9)] == [False, True, True, True, False]
+    assert [widths(n) is widths(1) for n in (1, 2)] == [True, False] and sorted(made) == [1, 2, 4, 8, 16]
 
 
 def test_what_a_batch_found_out_serves_the_next_one():

@@ -2,18 +2,29 @@
 
 import mlx.core as mx
 import pytest
-from rig import leaves, same_bits
-from scripted import PROMPT, TEXT, Run, TableTarget, all_wrong, drafter, oracle, right_with, wrong_at
+from rig import generate_tokens, leaves, same_bits
+from scripted import (
+    OTHER_PROMPTS,
+    PROMPT,
+    TEXT,
+    Run,
+    TableTarget,
+    all_wrong,
+    drafter,
+    oracle,
+    right_with,
+    taken_in,
+    wrong_at,
+)
 
 from specmlx.demo.tasks import held_out_examples
 from specmlx.generation import stream_generate
 from specmlx.loading import load, load_drafter
 from specmlx.speculation.accept import Outcome
 from specmlx.speculation.drafting import observe
-from specmlx.speculation.loop import generate_tokens
+from specmlx.speculation.loop import Batch, Sequence
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.processors import make_logits_processors
-from specmlx.speculation.round import issue
 from specmlx.speculation.sampling import make_sampler
 from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation
@@ -64,13 +75,16 @@ def left(demo, kind, leaving: Leaving, ids: list[int], lookahead: bool):
     # As the next request does; "held" leaves a generator behind that will never run again.
     conversation.claim()
     observe(conversation, by)
-    contexts = [] if by is None else [x for g in conversation.draft.context.groups for x in rows_of(g)]
+    groups = [] if by is None else conversation.draft.context.groups
+    contexts = [x for group in groups for x in rows_of(group)]
+    assert all(group.bound == group.length.item() for group in groups)
     return given, conversation.tokens, stats, leaves(conversation.states), contexts
 
 
 def rows_of(group) -> list[mx.array]:
     length = group.length.item()
-    assert group.bound == length
+    # Where several were together, no more is known than how many rows each pass let in at most.
+    assert group.bound >= length
     return [group.base, group.length, *(x[:, :, :length] for kv in group.kvs.values() for x in kv)]
 
 
@@ -183,11 +197,13 @@ def test_nothing_is_read_while_a_round_ahead_is_built(demo, kind, policy):
     generator = generate_tokens(target, conversation, prompt, POLICIES[policy](), by, lookahead=False)
     next(generator)
     generator.close()
-    round = issue(target, conversation, POLICIES[policy](), by, by.max_width if by else 0, prompt)
+    batch = Batch(target, by)
+    batch.join([Sequence(conversation, POLICIES[policy](), prompt)])
+    round = batch.begin()
 
     def ahead(accepted, next_anchor):
-        before = vars(round) | {"outcome": Outcome(accepted, next_anchor)}
-        issue(target, conversation, POLICIES[policy](), by, round.width, prompt, after=type(round)(**before))
+        round.outcome = Outcome(accepted, next_anchor)
+        batch.issue(round.num_draft_tokens, after=round)
         raise Built
 
     with pytest.raises(Built):
@@ -317,3 +333,82 @@ def test_each_token_may_be_fetched_by_another_thread(demo, kind):
     want = run(lambda work: work())
     conversation = Conversation(target.new_states())
     assert run(elsewhere) == want and len(want) == 20
+
+
+# Several together
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_a_batch_sends_each_round_before_the_one_before_it_is_read_and_waits_once_a_round(num_draft_tokens):
+    class Log(LayerStates):
+        log: list[str] = []
+
+        def dispatch(self, new, *arrays):
+            self.log.append("send")
+            return super().dispatch(new, *arrays)
+
+        def evaluate(self, *arrays):
+            self.log.append("wait")
+            super().evaluate(*arrays)
+
+    target, by = TableTarget(), drafter(wrong_at(2), [0])
+    batch = Batch(target, by if num_draft_tokens else None, num_draft_tokens)
+    for start in OTHER_PROMPTS:
+        conversation = Conversation(Log([None]))
+        taken_in(target, conversation, start, batch.drafter)
+        batch.join([Sequence(conversation, Policy(), list(start))])
+    Log.log.clear()
+    for _ in range(20):
+        assert len([*batch.round()]) == 2 * min(3, num_draft_tokens + 1)
+    # The last one that was sent is the round after them.
+    assert Log.log == ["send", *["send", "wait"] * 20]
+
+
+@pytest.mark.linux_bits
+@pytest.mark.parametrize("kind", ["dspark", "dflash", None])
+def test_who_leaves_a_batch_at_any_token_and_who_stays_have_the_bits_that_they_would_have_alone(demo, kind):
+    target, drafters, _, tokenizer = demo
+    by = drafters.get(kind)
+    questions = [example.question for example in held_out_examples(1)[:4]]
+    turns = ([{"role": "user", "content": question}] for question in questions)
+    prompts = [tokenizer.apply_chat_template(turn, add_generation_prompt=True) for turn in turns]
+
+    def kept(conversation):
+        observe(conversation, by)
+        contexts = [] if by is None else [x for g in conversation.draft.context.groups for x in rows_of(g)]
+        return conversation.tokens, leaves(conversation.states) + contexts
+
+    def alone(prompt, count):
+        conversation = Conversation(target.new_states())
+        options = dict(max_tokens=64, lookahead=False)
+        tokens = generate_tokens(target, conversation, prompt, Policy(), by, **options)
+        assert len([next(tokens) for _ in range(count)]) == count
+        tokens.close()
+        return kept(conversation)
+
+    # The second is left within a round, the third reaches its limit, and the fourth comes in for the second.
+    counts, batch = [60, 5, 30, 20], Batch(target, by)
+    sequences = []
+    for prompt, limit in zip(prompts, [64, 64, 30, 64], strict=True):
+        conversation = Conversation(target.new_states())
+        taken_in(target, conversation, prompt, by)
+        sequences.append(Sequence(conversation, Policy(), list(prompt), max_tokens=limit))
+    batch.join(sequences[:3])
+    given, ended, together = dict.fromkeys(sequences, 0), [], set()
+    while len(ended) < 4:
+        for sequence, _ in batch.round():
+            given[sequence] += 1
+            sequence.over |= given[sequence] == counts[sequences.index(sequence)]
+        together.add(tuple(sequences.index(sequence) for sequence in batch.sequences))
+        for sequence in batch.sequences:
+            if sequence.over and sequence not in ended:
+                ended.append(sequence)
+                batch.part(sequence)
+                if sequence is sequences[1]:
+                    batch.join(sequences[3:])
+                i = sequences.index(sequence)
+                ids, bits = kept(sequence.conversation)
+                want, wanted = alone(prompts[i], counts[i])
+                assert ids == want and same_bits(bits, wanted)
+    assert (0, 1, 2) in together and any({0, 3} <= {*each} for each in together)
+    assert len({tuple(sequence.stats.accept_histogram) for sequence in sequences}) > 1 or by is None

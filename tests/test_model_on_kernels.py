@@ -9,6 +9,7 @@ import pytest
 import rig
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear
+from rig import generate_tokens
 
 from specmlx.cli import parity_report
 from specmlx.drafters.checkpoint import build
@@ -18,7 +19,6 @@ from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
 from specmlx.kernels.chosen import choose_kernels, restore, run_by_mlx
 from specmlx.kernels.linear import FixedLinear, FixedSwitchLinear, in_blocks
 from specmlx.receipts.parity import verdicts, verdicts_by_choice
-from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
 from specmlx.state.conversation import Conversation

@@ -11,13 +11,12 @@ import pytest
 from drafter_kit import Greedy, write_drafter
 from mlx.utils import tree_flatten, tree_unflatten
 from publishers import fp4_values, fp8_values, random_fp8, tensor, write_safetensors
-from rig import EXPERTS, tiny, tokens
+from rig import EXPERTS, generate_tokens, tiny, tokens
 
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.proposal import Joinable, Packable
 from specmlx.loading import load_drafter
-from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
 from specmlx.state.conversation import Conversation

@@ -5,12 +5,11 @@ import random
 import mlx.core as mx
 import pytest
 from drafter_kit import Greedy
-from rig import tiny
+from rig import generate_tokens, tiny
 
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.proposal import Drafter, Joinable, Packable
 from specmlx.loading import load_drafter
-from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
 from specmlx.speculation.stats import Stats

@@ -7,13 +7,12 @@ import pytest
 from drafter_kit import Greedy, write_drafter
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, llama, qwen3_5
-from rig import TINY, tiny
+from rig import TINY, generate_tokens, tiny
 
 from specmlx.drafters.pairing import check_pair
 from specmlx.drafters.proposal import Drafter
 from specmlx.drafters.small_lm import SmallLM
 from specmlx.loading import load_drafter
-from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
 from specmlx.state.conversation import Conversation

@@ -17,6 +17,7 @@ from rig import (
     NEXT,
     TINY,
     by_steps,
+    generate_tokens,
     in_rounds,
     leaves,
     mlx_lm_twin,
@@ -27,7 +28,6 @@ from rig import (
     tokens,
 )
 
-from specmlx.speculation.loop import generate_tokens
 from specmlx.speculation.policy import Policy
 from specmlx.state.conversation import Conversation
 from specmlx.state.layers import LayerStates

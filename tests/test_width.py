@@ -10,9 +10,9 @@ import pytest
 from scripted import PROMPT, TEXT, DraftingTarget, Run, ScriptedDrafter, all_wrong, drafter, oracle, right_with
 
 from specmlx.speculation.costs import Costs, costs_file, load, save
-from specmlx.speculation.loop import round_seconds
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
+from specmlx.speculation.timer import round_seconds
 from specmlx.speculation.width import AutoWidth, FixedWidth, Survival, best_width, expected_tokens
 
 # Seconds of a pass with T rows: one read of the weights, one read for every five rows (stock mlx), one for each row.
@@ -123,7 +123,7 @@ def test_a_round_that_something_else_slowed_down_does_not_rule_a_width_out():
 
         hit = {0: 1, 3: 1}
 
-        def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+        def observed(self, width: int, accepted: int, seconds: float | None, others=()) -> None:
             begun = self.costs.begun(width)
             if begun and self.hit.get(width):
                 self.hit = self.hit | {width: 0}
@@ -252,7 +252,7 @@ def test_what_a_drafter_has_missed_is_not_held_against_drafting():
 
         last = 0
 
-        def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+        def observed(self, width: int, accepted: int, seconds: float | None, others=()) -> None:
             missed, self.last = width and not self.last, width
             super().observed(width, accepted, seconds + 0.5 * missed)
 
@@ -458,7 +458,7 @@ def test_a_slow_reader_does_not_make_rounds_dear(lookahead):
             super().__init__(most)
             self.taken: list[float | None] = []
 
-        def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+        def observed(self, width: int, accepted: int, seconds: float | None, others=()) -> None:
             self.taken.append(seconds)
 
     widths = Watched(2)
@@ -472,7 +472,7 @@ def test_a_slow_reader_does_not_make_rounds_dear(lookahead):
 class Clockless(AutoWidth):
     """Goes by the costs that it was given."""
 
-    def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+    def observed(self, width: int, accepted: int, seconds: float | None, others=()) -> None:
         super().observed(width, accepted, None)
 
 

@@ -4,25 +4,24 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from specmlx.boundaries import Turns, turns
+from specmlx.draft_options import choose_drafter, choose_width
 from specmlx.drafters.proposal import Drafter
-from specmlx.generation import choose_drafter, choose_width, plain_sampler, wrapped_tokenizer
 from specmlx.loading import AUTO
 from specmlx.prompt_cache import open_cache
-from specmlx.prompts import encode_prompt
+from specmlx.prompts import encode_prompt, wrapped_tokenizer
 from specmlx.responses import GenerationResponse, Reply
 from specmlx.scheduler import Job, Scheduler
 from specmlx.speculation.lane_width import LaneWidths
-from specmlx.speculation.policy import Policy
+from specmlx.speculation.policy import Policy, plain_sampler
 from specmlx.speculation.processors import Processor
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
-from specmlx.speculation.width import FULL
+from specmlx.speculation.width import FULL, AutoWidth
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
@@ -105,9 +104,12 @@ class Jobs:
         self._caching, self._template = False, None
         self.width = None if num_draft_tokens == FULL else num_draft_tokens
         if self.drafter is not None and num_draft_tokens in (AUTO, None):
-            self.width = LaneWidths(partial(choose_width, self.model, self.drafter, AUTO))
+            self.width = LaneWidths(self._widths_of)
             # The weights' fingerprints are taken now, not within a round.
-            self.width.of(1)
+            self.width(1)
+
+    def _widths_of(self, lanes: int) -> AutoWidth:
+        return choose_width(self.model, self.drafter, AUTO, *([] if lanes == 1 else [f"{lanes} lanes"]))
 
     def scheduler(
         self,

@@ -2,8 +2,9 @@
 
 import contextlib
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -11,9 +12,8 @@ import mlx.nn as nn
 
 from specmlx.boundaries import turns
 from specmlx.distributed import agreed
-from specmlx.drafters.block_drafter import BlockDrafter
-from specmlx.drafters.mtp import MTP
-from specmlx.drafters.proposal import Drafter, Fingerprinted
+from specmlx.draft_options import choose_drafter, choose_width, warn_if_idle
+from specmlx.drafters.proposal import Drafter
 from specmlx.formats.printable import printable
 from specmlx.limits import check_memory, context_limit, tokens_left, warn_if_full
 from specmlx.loading import AUTO, load, load_drafter
@@ -24,25 +24,22 @@ from specmlx.prompt_cache import (
     open_cache,
     save_prompt_cache,
 )
-from specmlx.prompts import encode_prompt
+from specmlx.prompts import encode_prompt, wrapped_tokenizer
 from specmlx.responses import GenerationResponse, Reply, summary
-from specmlx.reuse import reusing
-from specmlx.speculation.costs import costs_file
-from specmlx.speculation.drafting import hand_over
-from specmlx.speculation.loop import Token, generate_tokens
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.profile import DETOKENIZE, Phases, ProfiledDrafter, ProfiledPolicy, ProfiledTarget
-from specmlx.speculation.shared import ASKED, SharedWidths, shared, what_is_asked
-from specmlx.speculation.stats import Stats
+from specmlx.reuse import Reuse, reusing
+from specmlx.speculation import loop
+from specmlx.speculation.policy import Policy, plain_sampler
+from specmlx.speculation.round import OnProposal
+from specmlx.speculation.shared import ASKED, from_first, nobodys_noise, what_is_asked
 from specmlx.speculation.stops import StopStrings
-from specmlx.speculation.width import FULL, AutoWidth
+from specmlx.speculation.timer import DETOKENIZE, Timer
+from specmlx.speculation.width import AutoWidth
+from specmlx.state.conversation import Conversation
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
 from specmlx.targets.adopt import as_target
-from specmlx.targets.any_lm import AnyLM
-from specmlx.targets.hybrid import Model
 from specmlx.threads import clear_streams_at_end
-from specmlx.values import check, integer
+from specmlx.values import check
 
 __all__ = [
     "GenerationResponse",
@@ -108,41 +105,27 @@ def stream_generate(
 
     Raises ValueError for options that can't be honoured, an empty prompt, ids outside the vocabulary, max_tokens of 0.
     """
-    model = as_target(model)
     if input_embeddings is not None:
         raise ValueError("input_embeddings is not supported yet: leave it out")
-    kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
-    context_limit(model, max_kv_size)
-    max_tokens, prefill_step_size = check("max_tokens", max_tokens), check("prefill_step_size", prefill_step_size)
-    num_draft_tokens = check("num_draft_tokens", num_draft_tokens)
-    tokenizer = wrapped_tokenizer(tokenizer)
-    ids = encode_prompt(tokenizer, prompt, model.vocab_size)
-    if model.sharding_group is not None and isinstance(prompt_cache, PromptCache):
-        raise ValueError("the model is split over several processes: use make_prompt_cache(model), not a PromptCache")
-    policy = Policy(plain_sampler(sampler), logits_processors, check("seed", seed))
-    drafter, stats = choose_drafter(model, draft_model, num_draft_tokens, policy)
-    stops = StopStrings(stop)
-    return _responses(
+    return Generation(
         model,
         tokenizer,
-        ids,
-        policy,
-        drafter,
-        stats,
-        stops,
-        prompt_cache,
+        prompt,
+        max_tokens,
+        draft_model,
         stream,
-        kv_format,
-        max_kv_size,
-        profile,
-        dict(
-            width=choose_width(model, drafter, num_draft_tokens),
-            stop_tokens=frozenset(tokenizer.eos_token_ids),
-            max_tokens=max_tokens,
-            prefill_step_size=prefill_step_size,
-            progress=prompt_progress_callback,
-        ),
-    )
+        num_draft_tokens=num_draft_tokens,
+        seed=seed,
+        stop=stop,
+        sampler=sampler,
+        logits_processors=logits_processors,
+        prompt_cache=prompt_cache,
+        prefill_step_size=prefill_step_size,
+        progress=prompt_progress_callback,
+        max_kv_size=max_kv_size,
+        kv_format=KVFormat.read(kv_bits, kv_group_size, quantized_kv_start),
+        profile=profile,
+    ).responses()
 
 
 def generate(
@@ -166,84 +149,140 @@ def generate(
     return text
 
 
-def _responses(
-    model, tokenizer, ids, policy, drafter, stats, stops, prompt_cache, stream, kv_format, max_kv_size, profile, options
-):
-    from mlx_lm.generate import wired_limit
+@dataclass
+class Generation:
+    """One request alone, by `stream_generate`'s options. on_proposal: see `Batch`."""
 
-    clear_streams_at_end()
-    group = model.sharding_group
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(wired_limit(model))
-        reuse = None
-        with agreed(group, *ASKED) as asked:
-            if isinstance(prompt_cache, PromptCache):
-                tokens_left(context_limit(model, max_kv_size), len(ids))
-                check_memory(model, len(ids), kv_format)
-                reuse = stack.enter_context(reusing(prompt_cache, model, turns(tokenizer), drafter, ids, kv_format))
-                prompt_cache = reuse.conversation
-                options |= reuse.options(options["progress"])
-            conversation = open_cache(model, prompt_cache, kv_format)
+    model: Any
+    tokenizer: Any
+    prompt: str | mx.array | Sequence[int]
+    max_tokens: int = 256
+    draft_model: Drafter | str | None = AUTO
+    stream: Any = None
+    num_draft_tokens: int | str | None = AUTO
+    seed: int | None = None
+    stop: str | Sequence[str] | None = ()
+    sampler: Callable[[mx.array], mx.array] | None = None
+    logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None
+    prompt_cache: Any = None
+    prefill_step_size: int = 2048
+    progress: Callable[[int, int], None] | None = None
+    max_kv_size: int | None = None
+    kv_format: KVFormat | None = None
+    profile: bool = False
+    on_proposal: OnProposal | None = None
+
+    def __post_init__(self):
+        self.model = model = as_target(self.model)
+        context_limit(model, self.max_kv_size)
+        self.max_tokens = check("max_tokens", self.max_tokens)
+        self.prefill_step_size = check("prefill_step_size", self.prefill_step_size)
+        self.num_draft_tokens = check("num_draft_tokens", self.num_draft_tokens)
+        self.tokenizer = wrapped_tokenizer(self.tokenizer)
+        self.ids = encode_prompt(self.tokenizer, self.prompt, model.vocab_size)
+        if model.sharding_group is not None and isinstance(self.prompt_cache, PromptCache):
+            raise ValueError(
+                "the model is split over several processes: use make_prompt_cache(model), not a PromptCache"
+            )
+        self.policy = Policy(plain_sampler(self.sampler), self.logits_processors, check("seed", self.seed))
+        self.drafter, self.stats = choose_drafter(model, self.draft_model, self.num_draft_tokens, self.policy)
+        self.stops = StopStrings(self.stop)
+        apart = [] if self.on_proposal is None else [self.on_proposal.name]
+        self.widths = choose_width(model, self.drafter, self.num_draft_tokens, *apart)
+        self.stop_tokens = frozenset(self.tokenizer.eos_token_ids)
+        # A CPU has nothing to overlap with its host, and a round that is dropped at the end has cost a whole one.
+        self.lookahead = mx.default_device() != mx.cpu and not self.profile
+
+    def responses(self) -> Iterator[GenerationResponse]:
+        """Answer: a response for each token."""
+        from mlx_lm.generate import wired_limit
+
+        clear_streams_at_end()
+        model, group = self.model, self.model.sharding_group
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(wired_limit(model))
+            with agreed(group, *ASKED) as asked:
+                conversation, reuse, full = self._open(stack)
+                if group is not None:
+                    limits = (self.max_tokens, self.prefill_step_size, self.kv_format, self.lookahead)
+                    stop = (sorted(self.stop_tokens), list(self.stops.stops))
+                    ids = [*conversation.tokens, *self.ids]
+                    asked |= what_is_asked(ids, self.policy, self.drafter, self.widths, stop, limits)
+            if group is not None and self.seed is None:
+                self.policy = self.policy.with_noise(nobodys_noise(group))
+            timer = Timer(self.stats) if self.profile else None
+            batch = loop.Batch(
+                model,
+                self.drafter,
+                self.widths,
+                lookahead=self.lookahead,
+                timer=timer,
+                decide=None if group is None else partial(from_first, group),
+                on_proposal=self.on_proposal,
+            )
             cached = 0 if reuse is None else reuse.length
-            limit = context_limit(model, max_kv_size, conversation.max_kv_size)
-            total = len(conversation.tokens) + len(ids) - cached
-            left = tokens_left(limit, total)
-            check_memory(model, total - len(conversation.processed), kv_format)
-            full = left is not None and (options["max_tokens"] < 0 or options["max_tokens"] > left)
-            if full:
-                options["max_tokens"] = left
-            # A CPU has nothing to overlap with its host, and a round that is dropped at the end has cost a whole one.
-            options["lookahead"] = mx.default_device() != mx.cpu and not profile
-            if group is not None:
-                asked |= what_is_asked([*conversation.tokens, *ids], policy, drafter, stops.stops, kv_format, options)
-        owner = conversation.claim()
-        phases, target, by = Phases(stats) if profile else None, model, drafter
-        if group is not None:
-            by, policy = shared(group, conversation, drafter, policy)
-        if phases is not None:
-            target, policy = ProfiledTarget(model, phases), ProfiledPolicy(policy, phases)
-            if by is not None:
-                profiled = ProfiledDrafter(by, phases)
-                hand_over(conversation, by, profiled)
-                by = profiled
-        tokens = generate_tokens(target, conversation, ids[cached:], policy, by, stats=stats, owner=owner, **options)
-        if stream is not None:
-            tokens = _on_stream(tokens, stream)
-        reply = Reply(tokenizer, stops, len(ids), stats, cached)
-        widths = options["width"]
-        try:
-            for token in tokens:
-                with phases.phase(DETOKENIZE) if phases else contextlib.nullcontext():
+            sequence = loop.Sequence(
+                conversation, self.policy, self.ids[:cached], self.stop_tokens, self.max_tokens, self.stats
+            )
+            options = dict(progress=self.progress) if reuse is None else reuse.options(self.progress)
+            tokens = loop.generate_tokens(batch, sequence, self.ids[cached:], self.prefill_step_size, **options)
+            if self.stream is not None:
+                tokens = _on_stream(tokens, self.stream)
+            reply = Reply(self.tokenizer, self.stops, len(self.ids), self.stats, cached)
+            try:
+                for token in tokens:
+                    if timer:
+                        timer.start()
                     response = reply.feed(token)
-                if response.finish_reason:
-                    if phases:
-                        phases.finish()
-                        response.stats = stats.snapshot()
-                    # What nobody asked for may find nothing.
-                    if drafter is not model.fallback:
-                        _warn_if_idle(stats, drafter, widths)
-                    if drafter is not None:
-                        model.count_first(drafter, stats.proposed, stats.first_accepted)
-                    if full:
-                        warn_if_full(limit, response)
-                yield response
-                if response.finish_reason:
-                    break
-        finally:
-            tokens.close()
-            # What a profiled round takes, others don't.
-            if isinstance(widths, AutoWidth) and not profile:
-                widths.keep()
-            if conversation.owned_by(owner):
-                conversation.settle()
-                if isinstance(by, ProfiledDrafter):
-                    hand_over(conversation, by, by.drafter)
-            close_cache(model, prompt_cache, conversation, owner)
-            if reuse is not None:
-                reuse.answered(reply.answer)
+                    if timer:
+                        timer.lap(DETOKENIZE)
+                    if response.finish_reason:
+                        if timer:
+                            timer.finish()
+                            response.stats = self.stats.snapshot()
+                        # What nobody asked for may find nothing.
+                        if self.drafter is not model.fallback:
+                            warn_if_idle(self.stats, self.drafter, self.widths)
+                        if self.drafter is not None:
+                            model.count_first(self.drafter, self.stats.proposed, self.stats.first_accepted)
+                        if full:
+                            warn_if_full(full, response)
+                    yield response
+                    if response.finish_reason:
+                        break
+            finally:
+                tokens.close()
+                # What a profiled round takes, others don't.
+                if isinstance(self.widths, AutoWidth) and not self.profile:
+                    self.widths.keep()
+                if conversation.owned_by(sequence.owner):
+                    conversation.settle()
+                close_cache(model, self.prompt_cache, conversation, sequence.owner)
+                if reuse is not None:
+                    reuse.answered(reply.answer)
+
+    def _open(self, stack: contextlib.ExitStack) -> tuple[Conversation, Reuse | None, tuple[int, str] | None]:
+        """The conversation, what a `PromptCache` has of it, and its limit where `max_tokens` comes from that."""
+        model, ids, prompt_cache, reuse = self.model, self.ids, self.prompt_cache, None
+        if isinstance(prompt_cache, PromptCache):
+            tokens_left(context_limit(model, self.max_kv_size), len(ids))
+            check_memory(model, len(ids), self.kv_format)
+            reuse = stack.enter_context(
+                reusing(prompt_cache, model, turns(self.tokenizer), self.drafter, ids, self.kv_format)
+            )
+            prompt_cache = reuse.conversation
+        conversation = open_cache(model, prompt_cache, self.kv_format)
+        limit = context_limit(model, self.max_kv_size, conversation.max_kv_size)
+        total = len(conversation.tokens) + len(ids) - (0 if reuse is None else reuse.length)
+        left = tokens_left(limit, total)
+        check_memory(model, total - len(conversation.processed), self.kv_format)
+        if left is None or 0 <= self.max_tokens <= left:
+            return conversation, reuse, None
+        self.max_tokens = left
+        return conversation, reuse, limit
 
 
-def _on_stream(tokens: Iterator[Token], stream: Any) -> Iterator[Token]:
+def _on_stream(tokens: Iterator[loop.Token], stream: Any) -> Iterator[loop.Token]:
     with contextlib.closing(tokens):
         while True:
             # Entered for each token, so that the caller's own work between two tokens stays on its stream.
@@ -252,78 +291,3 @@ def _on_stream(tokens: Iterator[Token], stream: Any) -> Iterator[Token]:
             if token is None:
                 return
             yield token
-
-
-def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | str | None, policy: Policy):
-    """The drafter to use, or none, and the stats that say so."""
-    reason = policy.reason
-    if isinstance(draft_model, str) and draft_model == AUTO:
-        drafter = model.draft_model
-        if drafter is None:
-            reason = model.no_draft_reason
-    elif draft_model is None:
-        drafter, reason = None, "draft_model is None"
-    else:
-        drafter = load_drafter(draft_model, model) if isinstance(draft_model, str) else draft_model
-    if drafter is not None and not isinstance(drafter, Drafter):
-        raise ValueError(f"draft_model is a {type(drafter).__name__}: load a drafter with specmlx.load_drafter")
-    check_width(drafter, num_draft_tokens, reason)
-    if drafter is None:
-        return None, Stats(mode="plain", reason=reason)
-    if isinstance(drafter, BlockDrafter | MTP) and drafter.target.embedding is not model.embedding:
-        raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
-    if num_draft_tokens == 0:
-        return None, Stats(mode="plain", reason="num_draft_tokens is 0")
-    if drafter is model.fallback:
-        reason = policy.reason or f"prompt lookup drafts: {model.no_draft_reason}"
-    return drafter, Stats(mode="speculative", reason=reason or model.kernel_note)
-
-
-def check_width(drafter: Drafter | None, num_draft_tokens: int | str | None, reason: str | None = None) -> None:
-    """Raises ValueError where a drafter (or none, for `reason`) proposes fewer tokens than are wanted."""
-    if num_draft_tokens is None or isinstance(num_draft_tokens, str):
-        return
-    if drafter is not None:
-        most = drafter.max_width
-        allowed = f"an integer from 0 to {most}, which is all that this drafter proposes, {AUTO!r} or {FULL!r}"
-        integer("num_draft_tokens", num_draft_tokens, 0, most, allowed)
-    elif num_draft_tokens:
-        raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
-
-
-def choose_width(
-    model: Any, drafter: Drafter | None, num_draft_tokens: int | str | None, lanes: int = 1
-) -> int | AutoWidth | None:
-    """What `generate_tokens` takes for a `num_draft_tokens`; None is the drafter's most. What rounds of several `lanes`
-    take is kept apart."""
-    if drafter is None or num_draft_tokens == FULL:
-        return None
-    if num_draft_tokens != AUTO and num_draft_tokens is not None:
-        return num_draft_tokens
-    known = isinstance(drafter, Fingerprinted)
-    # Rounds take as long as the kernels that were chosen for them have it.
-    apart = ([] if lanes == 1 else [f"{lanes} lanes"]) + ([model.kernel_note] if model.kernel_note else [])
-    file = costs_file(model.fingerprint, drafter.fingerprint, *apart) if known else None
-    if model.sharding_group is not None:
-        return SharedWidths(drafter.max_width, model.sharding_group, file)
-    return AutoWidth(drafter.max_width, file=file)
-
-
-def _warn_if_idle(stats: Stats, drafter: Drafter | None, widths: int | AutoWidth | None) -> None:
-    asked = widths.current if isinstance(widths, AutoWidth) else widths != 0
-    if drafter is not None and asked and stats.rounds > 1 and stats.proposed == 0:
-        warnings.warn("the drafter was loaded but never proposed a token", stacklevel=4)
-
-
-def plain_sampler(sampler: Any) -> Any:
-    """The sampler, None where it is mlx_lm's greedy one."""
-    from mlx_lm.sample_utils import greedy_sampler
-
-    return None if sampler is greedy_sampler else sampler
-
-
-def wrapped_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer in mlx_lm's wrapper, which knows its end-of-text tokens and how to detokenize as text grows."""
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)

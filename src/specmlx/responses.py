@@ -5,7 +5,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specmlx.speculation.loop import Token
+from specmlx.speculation.sequence import Token
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.stops import StopStrings
 

@@ -85,7 +85,6 @@ class Reuse:
             progress(self.length + done, whole)
 
         return {
-            "cached": self.ids[: self.length],
             "marks": self.marks,
             "at_mark": self._at_mark,
             "progress": counted if progress else None,

@@ -7,6 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import mlx.core as mx
+
 from specmlx.boundaries import Turns
 from specmlx.drafters.proposal import Drafter
 from specmlx.limits import check_memory, context_limit, tokens_left, warn_if_full
@@ -14,11 +16,9 @@ from specmlx.prompt_cache import open_cache
 from specmlx.responses import GenerationResponse, Reply
 from specmlx.reuse import Reuse, reusing
 from specmlx.speculation.lane_width import LaneWidths
-from specmlx.speculation.lanes import Lane, Lanes
-from specmlx.speculation.loop import Token, generate_tokens
+from specmlx.speculation.loop import Batch, Sequence, Token
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.prefill import prefill
-from specmlx.speculation.stages import Stages
 from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation
 from specmlx.state.layers import LayerStates
@@ -53,7 +53,8 @@ class Job:
     conversation: Conversation | None = None
     reuse: Reuse | None = None
     steps: Iterator | None = None
-    lane: Lane | None = None
+    sequence: Sequence | None = None
+    batch: Batch | None = None
     resources: ExitStack = field(default_factory=ExitStack)
 
     def deliver(self, token: Token) -> bool:
@@ -66,10 +67,7 @@ class Job:
 
 
 class Scheduler:
-    """Up to `max_lanes` requests decode together; the others wait in order. Not thread-safe: one thread drives it.
-
-    `passes` counts verify passes over the target, each for all lanes that were running.
-    """
+    """Up to `max_lanes` requests decode together; the others wait in order. Not thread-safe: one thread drives it."""
 
     def __init__(
         self,
@@ -90,12 +88,20 @@ class Scheduler:
         self.prompt_cache = prompt_cache
         self.limit = context_limit(model, max_kv_size)
         self.kv_format = kv_format
-        self.lanes = self._new_lanes()
-        self.passes = 0
+        # See `generation.Generation`.
+        self.lookahead = mx.default_device() != mx.cpu
         self.together = isinstance(model.new_states(), LayerStates)
         self._waiting: deque[Job] = deque()
         self._prefilling: Job | None = None
         self._running: list[Job] = []
+        # One for each stage of the keys' format; where requests take turns, one for each of them.
+        self._batches: dict[Any, Batch] = {}
+        self._passes = 0
+
+    @property
+    def passes(self) -> int:
+        """Verify passes over the target, each for all sequences that were running."""
+        return self._passes + sum(batch.rounds for batch in self._batches.values())
 
     @property
     def waiting(self) -> int:
@@ -138,18 +144,16 @@ class Scheduler:
         jobs = [*self._waiting, *([self._prefilling] if self._prefilling else []), *self._running]
         self._waiting.clear()
         self._prefilling, self._running = None, []
-        self.lanes = self._new_lanes()
-        if isinstance(self.width, LaneWidths):
-            self.width.keep()
+        for key in [*self._batches]:
+            self._drop(key)
         for job in jobs:
             job.cancelled = True
             self._end(job, error)
 
-    def _new_lanes(self) -> Lanes | Stages:
-        def new() -> Lanes:
-            return Lanes(self.model, self.drafter, self.width)
-
-        return new() if self.kv_format is None else Stages(new, self.kv_format.start)
+    def _drop(self, key: Any) -> None:
+        self._passes += self._batches.pop(key).rounds
+        if isinstance(self.width, LaneWidths):
+            self.width.keep()
 
     def _sweep(self) -> None:
         for job in [job for job in self._waiting if job.cancelled]:
@@ -158,7 +162,10 @@ class Scheduler:
         if self._prefilling and self._prefilling.cancelled:
             job, self._prefilling = self._prefilling, None
             self._end(job)
-        self._retire([job for job in self._running if job.cancelled])
+        cancelled = [job for job in self._running if job.cancelled]
+        for job in cancelled:
+            job.sequence.over = True
+        self._retire(cancelled)
 
     def _admit(self) -> None:
         if self._may_begin:
@@ -195,33 +202,15 @@ class Scheduler:
         job.conversation = open_cache(self.model, job.reuse and job.reuse.conversation, self.kv_format)
         cached = job.reuse.length if job.reuse else 0
         job.reply.cached_tokens = cached
-        if self.together:
-            marks = {key: options[key] for key in ("marks", "at_mark") if key in options}
-            job.steps = prefill(
-                self.model, job.conversation, job.ids[cached:], self.drafter, self.prefill_step_size, **marks
-            )
-        else:
+        if not self.together:
             auto = isinstance(self.width, LaneWidths)
             job.stats.reason = ALONE_FULL if auto and self.drafter else ALONE
-            job.steps = generate_tokens(
-                self.model,
-                job.conversation,
-                job.ids[cached:],
-                job.policy,
-                self.drafter,
-                self.width if self.drafter and not auto else None,
-                stop_tokens=job.stop_tokens,
-                max_tokens=job.max_tokens,
-                prefill_step_size=self.prefill_step_size,
-                stats=job.stats,
-                **options,
-            )
+        options.pop("progress", None)
+        job.steps = prefill(
+            self.model, job.conversation, job.ids[cached:], self.drafter, self.prefill_step_size, **options
+        )
 
     def _take_in(self, job: Job) -> None:
-        if not self.together:
-            self._prefilling = None
-            self._running.append(job)
-            return
         clock = time.perf_counter()
         try:
             more = next(job.steps, None) is not None
@@ -232,66 +221,79 @@ class Scheduler:
             self._prefilling = None
             self._end(job, error)
             return
-        job.lane = Lane(
-            job.conversation, job.policy, list(job.ids), job.deliver, job.stop_tokens, job.max_tokens, job.stats
-        )
+        job.sequence = Sequence(job.conversation, job.policy, list(job.ids), job.stop_tokens, job.max_tokens, job.stats)
         self._prefilling = None
         self._running.append(job)
 
     def _decode(self) -> None:
-        if self.together:
+        """A round for each batch, of those that have just come in too."""
+        for job in self._running:
+            self._place(job)
+        for key, batch in [*self._batches.items()]:
+            jobs = {job.sequence: job for job in self._running if job.batch is batch}
             try:
-                self.lanes.join([job.lane for job in self._running if job.lane not in self.lanes.lanes])
-                rounds = self.lanes.rounds
-                done = self.lanes.round()
-                self.passes += self.lanes.rounds - rounds
+                for sequence, token in batch.round() if jobs else ():
+                    if token is not None:
+                        self._deliver(jobs[sequence], token)
             except Exception as error:
-                jobs, self._running = self._running, []
-                self.lanes = self._new_lanes()
-                if isinstance(self.width, LaneWidths):
-                    self.width.keep()
-                for job in jobs:
+                self._drop(key)
+                for job in jobs.values():
+                    self._running.remove(job)
                     self._end(job, error)
-                return
-            self._retire([job for job in self._running if job.lane in done])
-            return
-        for job in list(self._running):
-            rounds = job.stats.rounds
-            try:
-                token = next(job.steps, None)
-                self.passes += job.stats.rounds - rounds
-                over = token is None or job.deliver(token)
-            except Exception as error:
-                self._running.remove(job)
-                self._end(job, error)
                 continue
-            if over:
-                self._retire([job])
+            self._retire([job for sequence, job in jobs.items() if sequence.over])
+
+    def _place(self, job: Job) -> None:
+        """Have a job in the batch that it belongs to: one changes over where its keys begin to be quantized."""
+        key = None
+        if not self.together:
+            key = job.sequence
+        elif self.kv_format is not None:
+            key = len(job.conversation.processed) >= self.kv_format.start
+        if key not in self._batches:
+            alone_full = not self.together and isinstance(self.width, LaneWidths)
+            width = None if self.drafter is None or alone_full else self.width
+            self._batches[key] = Batch(self.model, self.drafter, width, lookahead=self.lookahead)
+        if job.batch is self._batches[key]:
+            return
+        if job.batch is not None:
+            job.batch.part(job.sequence)
+        job.batch = self._batches[key]
+        job.batch.join([job.sequence])
+
+    def _deliver(self, job: Job, token: Token) -> None:
+        try:
+            job.sequence.over |= job.deliver(token)
+        except Exception as error:
+            job.sequence.fail(error)
 
     def _retire(self, jobs: list[Job]) -> None:
         for job in jobs:
             self._running.remove(job)
-        lanes = [job.lane for job in jobs if job.lane in self.lanes.lanes]
-        self.lanes.leave(lanes, keep=self.prompt_cache is not None)
-        errors = [job.lane.error if job.lane else None for job in jobs]
-        for job, error in zip(jobs, errors, strict=True):
-            self._end(job, error)
+            if self.prompt_cache is not None and job.batch is not None:
+                job.batch.part(job.sequence)
+        for batch in {job.batch for job in jobs if job.batch is not None}:
+            batch.settle()
+        for job in jobs:
+            if not self.together and job.batch is not None:
+                self._drop(job.sequence)
+            self._end(job, job.sequence.error)
 
     def _end(self, job: Job, error: Exception | None = None) -> None:
         if job.over:
             return
         job.over = True
         try:
-            if job.steps is not None and not self.together:
-                job.steps.close()
             if job.reuse is not None and error is None and not job.cancelled:
                 job.reuse.answered(job.reply.answer)
         except Exception as failure:
             error = error or failure
         finally:
             job.resources.close()
-            # Each holds the other: memory would wait for the garbage collector.
-            job.lane = None
+            job.batch = job.steps = None
+            if job.reuse is None:
+                # The job may be held for its figures, long after.
+                job.conversation = job.sequence = None
             if self.drafter is not None and error is None:
                 self.model.count_first(self.drafter, job.stats.proposed, job.stats.first_accepted)
             job.done(error)

@@ -99,17 +99,24 @@ def _run(target, model, tokenizer, template, texts, runs, max_tokens) -> tuple[d
     from specmlx.receipts.benchmark import AlwaysWrong, differing, measure, record, table
     from specmlx.receipts.suites import HOPELESS
 
-    drafters = {name: model.draft_model for name in texts}
+    instead: dict[str, Any] = {}
     if HOPELESS in texts:
         texts[WRONG] = texts[HOPELESS][:2]
-        drafters[WRONG] = AlwaysWrong(model.draft_model, model.vocab_size)
+        instead[WRONG] = AlwaysWrong(model.vocab_size)
     answers_in_all = sum(len(prompts) for prompts in texts.values()) * runs * 6
     measured, everything, begun = {}, [], None
     with click.progressbar(length=answers_in_all, label="answers", file=sys.stderr) as bar:
         for name, prompts in texts.items():
             ids = [template.ids(tokenizer, text) for text in prompts]
             measured[name] = measure(
-                model, tokenizer, drafters[name], ids, runs=runs, max_tokens=max_tokens, progress=lambda: bar.update(1)
+                model,
+                tokenizer,
+                model.draft_model,
+                ids,
+                runs=runs,
+                max_tokens=max_tokens,
+                progress=lambda: bar.update(1),
+                on_proposal=instead.get(name),
             )
             if name != WRONG:
                 everything += measured[name]

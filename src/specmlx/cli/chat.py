@@ -64,7 +64,8 @@ def chat(
     with answers():
         model, tokenizer = target.load(draft_model, drafting=drafting)
     from specmlx.cli.dialogue import Dialogue
-    from specmlx.generation import PromptCache, check_width, summary
+    from specmlx.draft_options import check_width
+    from specmlx.generation import PromptCache, summary
 
     check_width(model.draft_model, request.num_draft_tokens, model.no_draft_reason)
     if not tokenizer.has_chat_template:

@@ -137,7 +137,7 @@ def _defaulted(option: str) -> bool:
 
 
 def _phases(phases: dict[str, float]) -> str:
-    from specmlx.speculation.profile import HOST, host_share
+    from specmlx.speculation.timer import HOST, host_share
 
     whole = sum(phases.values())
     lines = [f"  {name:<16} {seconds:8.3f} s {seconds / whole:6.1%}" for name, seconds in phases.items()]

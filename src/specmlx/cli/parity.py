@@ -159,7 +159,7 @@ def _files(target: options.ModelFlags, reference: str | None) -> Iterator[option
 def _drafters(
     model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: options.DraftFlags
 ) -> dict[str, Any]:
-    from specmlx.generation import check_width
+    from specmlx.draft_options import check_width
     from specmlx.loading import load_drafter
 
     drafters = {}

@@ -9,8 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from specmlx.drafters.proposal import Drafter, DraftPolicy, Fingerprinted, Proposal
-from specmlx.generation import stream_generate
+from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.generation import Generation
+from specmlx.speculation.round import OnProposal
 from specmlx.speculation.stats import Stats
 from specmlx.speculation.width import FULL
 
@@ -72,31 +73,22 @@ class Row:
 
 
 class AlwaysWrong:
-    """A drafter that works as hard as another and proposes the ids after its: hardly ever the target's."""
+    """Has the ids after a drafter's verified instead of its own: as much work, and hardly ever the target's."""
 
-    def __init__(self, drafter: Drafter, vocab_size: int):
-        self.drafter = drafter
+    name = "wrong"
+
+    def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
-        self.tap_ids = drafter.tap_ids
-        self.max_width = drafter.max_width
-        self.fingerprint = f"{drafter.fingerprint}-wrong" if isinstance(drafter, Fingerprinted) else "wrong"
 
-    def new_context(self, batch: int = 1, start: int = 0) -> Any:
-        return self.drafter.new_context(batch, start)
-
-    def propose(self, context: Any, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
-        proposal = self.drafter.propose(context, anchor, width, policy)
+    def __call__(self, proposal: Proposal) -> Proposal:
         return Proposal((proposal.tokens + 1) % self.vocab_size)
-
-    def observe(self, context: Any, tokens: mx.array, features: mx.array | None, count: int | mx.array) -> None:
-        self.drafter.observe(context, tokens, features, count)
 
 
 def answer(model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, **options: Any) -> Sample:
-    """Decode one prompt greedily; nothing is under way on the device before and after."""
+    """Decode one prompt greedily, by options of `Generation`; nothing is under way on the device before and after."""
     mx.synchronize()
     begin, first, tokens, response = time.perf_counter(), 0.0, [], None
-    for response in stream_generate(model, tokenizer, prompt, max_tokens, **options):
+    for response in Generation(model, tokenizer, prompt, max_tokens, **options).responses():
         tokens.append(response.token)
         first = first or time.perf_counter() - begin
     mx.synchronize()
@@ -113,6 +105,7 @@ def measure(
     runs: int = 3,
     max_tokens: int = 128,
     progress: Callable[[], None] | None = None,
+    on_proposal: OnProposal | None = None,
     **options: Any,
 ) -> list[list[dict[str, list[Sample]]]]:
     """By prompt and turn, each mode's two samples; plain decoding is a mode too.
@@ -121,7 +114,8 @@ def measure(
     none. The first prompt is answered in every mode before, which isn't measured. `modes` are `num_draft_tokens`.
     """
     settings = {PLAIN: {"draft_model": None}}
-    settings |= {str(mode): {"draft_model": drafter, "num_draft_tokens": mode} for mode in modes}
+    drafting = {"draft_model": drafter, "on_proposal": on_proposal}
+    settings |= {str(mode): {**drafting, "num_draft_tokens": mode} for mode in modes}
     for setting in settings.values():
         answer(model, tokenizer, prompts[0], max_tokens, **setting, **options)
     measured = []

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.drafters.proposal import Drafter, Proposal
-from specmlx.generation import stream_generate
+from specmlx.generation import Generation, stream_generate
 from specmlx.receipts.accounting import account
 from specmlx.receipts.chips import Chip
 from specmlx.speculation.stats import Stats
@@ -59,24 +59,14 @@ class Acceptance:
         return self
 
 
-class _Recorder:
-    """A drafter that remembers what it thought of its proposals, in order."""
+class _Confidences(list):
+    """What a drafter thought of its proposals, in order."""
 
-    def __init__(self, drafter: Drafter):
-        self.drafter = drafter
-        self.tap_ids, self.max_width = drafter.tap_ids, drafter.max_width
-        self.confidences: list[mx.array | None] = []
+    name = "evaluated"
 
-    def new_context(self, batch: int = 1, start: int = 0) -> Any:
-        return self.drafter.new_context(batch, start)
-
-    def propose(self, context: Any, anchor: mx.array, width: int, policy: Any) -> Proposal:
-        proposal = self.drafter.propose(context, anchor, width, policy)
-        self.confidences.append(proposal.confidence)
+    def __call__(self, proposal: Proposal) -> Proposal:
+        self.append(proposal.confidence)
         return proposal
-
-    def observe(self, context: Any, tokens: mx.array, features: mx.array | None, count: Any) -> None:
-        self.drafter.observe(context, tokens, features, count)
 
 
 def evaluate(
@@ -96,9 +86,9 @@ def evaluate(
     for prompt, category in zip(prompts, categories, strict=True):
         alone = list(stream_generate(model, tokenizer, prompt, max_tokens, draft_model=None, **options))
         plain = [response.token for response in alone]
-        recorder, ids, ends = _Recorder(drafter), [], []
-        full = dict(draft_model=recorder, num_draft_tokens=drafter.max_width)
-        for response in stream_generate(model, tokenizer, prompt, max_tokens, **full, **options):
+        confidences, ids, ends = _Confidences(), [], []
+        full = dict(draft_model=drafter, num_draft_tokens=drafter.max_width, on_proposal=confidences)
+        for response in Generation(model, tokenizer, prompt, max_tokens, **full, **options).responses():
             ids.append(response.token)
             if response.stats.rounds > len(ends):
                 ends.append(0)
@@ -112,7 +102,7 @@ def evaluate(
                 tokens=stats.generation_tokens,
                 rounds=stats.rounds,
                 histogram=list(stats.accept_histogram),
-                confidences=list(_judged(recorder.confidences, ends, drafter.max_width)),
+                confidences=list(_judged(confidences, ends, drafter.max_width)),
                 plain=[alone[-1].stats],
                 speculative=[stats],
             ),

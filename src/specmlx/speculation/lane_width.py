@@ -1,8 +1,8 @@
 """How many tokens to propose for lanes that share their passes: one number for all, by how many lanes there are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from specmlx.speculation.width import AutoWidth
+from specmlx.speculation.width import AutoWidth, FixedWidth, Widths
 
 
 class LaneWidths:
@@ -16,28 +16,29 @@ class LaneWidths:
         self._new = new
         self._widths: dict[int, AutoWidth] = {}
 
-    def of(self, lanes: int) -> AutoWidth:
+    def __call__(self, lanes: int) -> AutoWidth:
         """What chooses for so many lanes."""
         about = 1 << (lanes - 1).bit_length()
         if about not in self._widths:
             self._widths[about] = self._new(about)
         return self._widths[about]
 
-    def choose(self, lanes: int, most: int | None) -> int:
-        """The next round's width; one that may have `most` drafted tokens only tries nothing."""
-        widths = self.of(lanes)
-        return widths.choose() if most is None else min(most, widths.current or 0)
-
-    def observed(self, lanes: int, width: int, accepted: Sequence[int], seconds: float) -> None:
-        """A round for which `width` was chosen freely kept so many tokens of each lane's proposal and took `seconds`.
-
-        A drafter may have proposed fewer: what it left out counts as not kept.
-        """
-        first, *others = accepted
-        self.of(lanes).observed(width, first, seconds, others)
-
     def keep(self) -> None:
         """Write what was learnt, and go on from there: no round is under way."""
         for widths in self._widths.values():
             widths.keep()
         self._widths = {}
+
+
+def widths_of(num_draft_tokens: int | Widths | Callable[[int], Widths] | None, most: int) -> Callable[[int], Widths]:
+    """What chooses for so many sequences: the same for any number of them, or what is given. None is the `most`.
+
+    Raises ValueError for a number outside 0..most.
+    """
+    if num_draft_tokens is None or isinstance(num_draft_tokens, int):
+        num_draft_tokens = FixedWidth(most if num_draft_tokens is None else num_draft_tokens)
+    if not isinstance(num_draft_tokens, Widths):
+        return num_draft_tokens
+    if not 0 <= num_draft_tokens.most <= most:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens.most}: this drafter proposes 0 to {most}")
+    return lambda batch: num_draft_tokens

@@ -14,9 +14,10 @@ A sampler or a logits processor that is not specmlx's is honoured row by row (fo
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
@@ -139,6 +140,11 @@ class RoundPolicy:
     policy: Policy
     position: int | mx.array
     history: Tokens | None = None
+    failures: ClassVar[Mapping[int, Exception]] = {}
+
+    def alone(self, index: int) -> "RoundPolicy":
+        """The policy of one of several sequences, which have no processors."""
+        return RoundPolicy(self.policy.lane(index), self.position[index : index + 1])
 
     @property
     def greedy(self) -> bool:
@@ -288,3 +294,10 @@ def _reason(foreign_sampler, foreign_processors):
     if foreign_sampler:
         return "the sampler is not specmlx's: tokens are drawn with it one by one and compared with the draft"
     return None
+
+
+def plain_sampler(sampler: Any) -> Any:
+    """The sampler, None where it is mlx_lm's greedy one."""
+    from mlx_lm.sample_utils import greedy_sampler
+
+    return None if sampler is greedy_sampler else sampler

@@ -1,64 +1,52 @@
-"""One round on its way through the device: issued without a look at it, then read at once."""
+"""One round on its way through the device, and what the host reads of it."""
 
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.drafters.proposal import Proposal
 from specmlx.speculation.accept import TARGETS, Outcome
-from specmlx.speculation.drafting import observe, observe_ahead
-from specmlx.speculation.policy import Policy
-from specmlx.state.conversation import Conversation, Observable
+from specmlx.speculation.prefill import Prefiller
+from specmlx.state.conversation import Observable
 from specmlx.state.layers import LayerStates, Pass
 
 
-class Verifier(Protocol):
-    """What a round needs of a model."""
+class Target(Prefiller, Protocol):
+    """What the loop needs of a model: the two ways to run rows. It knows nothing of layers."""
 
     vocab_size: int
 
     def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int]) -> Pass: ...
 
 
+class OnProposal(Protocol):
+    """Is shown each proposal and says what is verified instead. name: what tells such rounds from others."""
+
+    name: str
+
+    def __call__(self, proposal: Proposal) -> Proposal: ...
+
+
 class Delivery(NamedTuple):
-    """What the host reads of one lane's round: the proposal, how much of it is kept, what follows, its rows' faults."""
+    """What a round has for one sequence: tokens that leave, how many of them were drafted, what ends it after them."""
 
-    drafted: list[int]
+    tokens: list[int]
     accepted: int
-    next_anchor: int
-    faults: list[int]
-
-    def tokens(self, vocab_size: int) -> list[int]:
-        """The tokens that leave. Raises ValueError for a proposal outside the vocabulary."""
-        if outside := [token for token in self.drafted if not 0 <= token < vocab_size]:
-            raise ValueError(f"the drafter proposed token {outside[0]}: the vocabulary has {vocab_size}")
-        return [*self.drafted[: self.accepted], self.next_anchor]
-
-    def check(self, row: int, position: int) -> None:
-        """Raises RuntimeError where the row of a token, which would be at `position`, has a fault."""
-        if self.faults[row] == TARGETS:
-            raise RuntimeError(f"the target's logits for token {position} are NaN or infinite")
-        if self.faults[row]:
-            raise RuntimeError(f"the logits for token {position} are NaN or infinite after the logits processors")
+    error: Exception | None = None
 
 
-class Acceptance(Protocol):
-    """What decides about a proposal, for all lanes."""
-
-    def accept(self, tokens: mx.array, q: mx.array | None, logits: mx.array) -> tuple[Outcome, mx.array]: ...
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Round:
     """A proposal and what the target says to it, on the device.
 
     proposal: of γ tokens. verified: the pass over its T = γ + 1 rows. outcome: what is kept.
-    observable: the rows and their taps. logprobs: by lane, its T rows `[V]`, which any thread may read: evaluated.
+    observable: the rows and their taps. logprobs: by sequence, its T rows `[V]`, which any thread may read: evaluated.
+    failures: by sequence, what callables of its own raised. ahead: whether the round before it was not read yet.
     report: `[B, 2 + γ + T]` int32, all that the host reads: accepted, next anchor, the proposal, the rows' faults.
-    sent: seconds that handing it to the device took.
+    seconds: what handing it to the device took.
     """
 
     proposal: Proposal
@@ -66,105 +54,69 @@ class Round:
     outcome: Outcome
     observable: Observable
     logprobs: list[list[mx.array]]
-    report: mx.array
-    sent: float = 0.0
+    failures: Mapping[int, Exception]
+    ahead: bool
+    report: mx.array = field(init=False)
+    seconds: float = 0.0
+
+    def send(self, states: LayerStates, arrays: Sequence[mx.array]) -> "Round":
+        """Hand the round to the device with some arrays; `states` take its pass over."""
+        outcome = self.outcome
+        heads = (outcome.accepted[:, None], outcome.next_anchor[:, None])
+        self.report = mx.concatenate([*heads, self.proposal.tokens, outcome.faults], axis=1)
+        sent = (self.report, outcome.accepted, outcome.next_anchor, self.logprobs)
+        begin = time.perf_counter()
+        self.verified = states.dispatch(self.verified, *sent, *arrays)
+        self.seconds = time.perf_counter() - begin
+        return self
 
     @property
-    def width(self) -> int:
+    def num_draft_tokens(self) -> int:
         return self.proposal.tokens.shape[1]
 
     @property
     def count(self) -> int | mx.array:
         """Rows that enter the state: 1 where there was no proposal, else `[B]` int32, not read."""
-        return self.outcome.accepted + 1 if self.width else 1
+        return self.outcome.accepted + 1 if self.num_draft_tokens else 1
 
-    def read(self, states: LayerStates) -> list[Delivery]:
-        """Wait for the round, and get what it has for each lane."""
-        states.evaluate(self.report)
-        width = self.width
-        return [
-            Delivery(rest[:width], accepted, next_anchor, rest[width:])
-            for accepted, next_anchor, *rest in self.report.tolist()
-        ]
+    def deliveries(self, vocab_size: int, lengths: Sequence[int]) -> list[Delivery]:
+        """What there is for each sequence, once `report` is evaluated; `lengths`: rows that were in before."""
+        γ, found = self.num_draft_tokens, []
+        for i, (accepted, next_anchor, *rest) in enumerate(self.report.tolist()):
+            drafted, faults = rest[:γ], rest[γ:]
+            if error := self.failures.get(i):
+                found.append(Delivery([], 0, error))
+            elif outside := [token for token in drafted if not 0 <= token < vocab_size]:
+                says = f"the drafter proposed token {outside[0]}: the vocabulary has {vocab_size}"
+                found.append(Delivery([], 0, ValueError(says)))
+            elif any(faults[: accepted + 1]):
+                fine = next(n for n, fault in enumerate(faults) if fault)
+                whose = "the target's logits" if faults[fine] == TARGETS else "the logits"
+                after = "" if faults[fine] == TARGETS else " after the logits processors"
+                says = f"{whose} for token {lengths[i] + 1 + fine} are NaN or infinite{after}"
+                found.append(Delivery(drafted[:fine], accepted, RuntimeError(says)))
+            else:
+                found.append(Delivery([*drafted[:accepted], next_anchor], accepted))
+        return found
 
+    def extended(self, histories: Sequence[list[int]]) -> list[mx.array]:
+        """Each sequence's history `[1, N + T]` and what this round delivers, whose number is unread.
 
-def issue(
-    target: Verifier,
-    conversation: Conversation,
-    policy: Policy,
-    drafter: Drafter | None,
-    width: int,
-    history: list[int],
-    stop_tokens: Collection[int] = (),
-    after: Round | None = None,
-) -> Round:
-    """Build a round and send it to the device.
-
-    history: the ids up to the anchor. after: the round before, of which nothing was read; history ends before it.
-    Unless it is dropped, the new round's `verified` is opened once the rows of the one before are committed.
-    """
-    states, position = conversation.states, len(conversation.processed) + 1
-    if after is None:
-        observe(conversation, drafter, later=width == 0)
-        anchor = mx.array([conversation.pending], dtype=mx.int32)
-    else:
-        if width:
-            observe_ahead(conversation, after.observable, after.count)
-        states, position, anchor = states.ahead(after.count), position + after.count, after.outcome.next_anchor
-    if policy.processors:
-        history = history if after is None else _extended(history, after)
-    round_policy = policy.at(position, history if policy.processors else None)
-    proposal = Proposal(mx.zeros((1, 0), dtype=mx.int32))
-    if width:
-        proposal = drafter.propose(conversation.draft.context, anchor, width, round_policy)
-        if policy.sequential:
-            proposal = _until_stop(proposal, stop_tokens)
-    taps = drafter.tap_ids if drafter else ()
-    return check(target, states, anchor, proposal, round_policy, taps, conversation.draft_arrays(), conversation.states)
+        They are padded on the left with -1.
+        """
+        T = self.num_draft_tokens + 1
+        anchor, accepted = self.outcome.next_anchor[:, None], self.outcome.accepted[:, None]
+        drafted = mx.concatenate([self.proposal.tokens, anchor], axis=1)
+        given = mx.where(mx.arange(T) == accepted, anchor, drafted)
+        found = []
+        for i, history in enumerate(histories):
+            known = mx.array([[-1] * T + history], dtype=mx.int32)
+            at = accepted[i : i + 1] + 1 + mx.arange(len(history) + T)
+            found.append(mx.take_along_axis(mx.concatenate([known, given[i : i + 1]], axis=1), at, axis=1))
+        return found
 
 
-def check(
-    target: Verifier,
-    states: LayerStates,
-    anchor: mx.array,
-    proposal: Proposal,
-    policy: Acceptance,
-    tap_ids: Sequence[int],
-    evaluated: Sequence[mx.array] = (),
-    owner: LayerStates | None = None,
-) -> Round:
-    """Verify a proposal after the anchors `[B]`, and send it all to the device, with the arrays `evaluated`.
-
-    owner: the states that the pass belongs to, where it starts from others that are ahead of them.
-    """
-    # Clipped so that a bad id can't read foreign memory before it is refused.
-    drafts = mx.clip(proposal.tokens, 0, target.vocab_size - 1)
-    rows = mx.concatenate([anchor[:, None], drafts], axis=1)
-    verified = target.verify(states, rows, tap_ids)
-    outcome, logprobs = policy.accept(proposal.tokens, proposal.q, verified.logits)
-    heads = (outcome.accepted[:, None], outcome.next_anchor[:, None])
-    report = mx.concatenate([*heads, proposal.tokens, outcome.faults], axis=1)
-    observable = Observable(rows, verified.features)
-    scores = [list(lane) for lane in logprobs]
-    outputs = [report, outcome.accepted, outcome.next_anchor, scores, *evaluated]
-    begin = time.perf_counter()
-    verified = (states if owner is None else owner).dispatch(verified, *outputs)
-    return Round(proposal, verified, outcome, observable, scores, report, time.perf_counter() - begin)
-
-
-def _extended(history: list[int], after: Round) -> mx.array:
-    """`[B, N + T]` the history and what a round delivers, whose number is unread: padded on the left with -1."""
-    T = after.width + 1
-    anchor, accepted = after.outcome.next_anchor[:, None], after.outcome.accepted[:, None]
-    drafted = mx.concatenate([after.proposal.tokens, anchor], axis=1)
-    given = mx.where(mx.arange(T) == accepted, anchor, drafted)
-    B = given.shape[0]
-    known = mx.broadcast_to(mx.array([-1] * T + history, dtype=mx.int32), (B, T + len(history)))
-    at = accepted + 1 + mx.arange(len(history) + T)
-    return mx.take_along_axis(mx.concatenate([known, given], axis=1), at, axis=1)
-
-
-def _until_stop(proposal: Proposal, stop_tokens: Collection[int]) -> Proposal:
+def until_stop(proposal: Proposal, stop_tokens: Collection[int]) -> Proposal:
     """The proposal up to a stop token: callables of the user's see no row behind one, as in plain decoding."""
     drafted = proposal.tokens[0].tolist()
     keep = next((i for i, token in enumerate(drafted) if token in stop_tokens), len(drafted))

@@ -59,7 +59,9 @@ class Stats:
         self.draft_passes += proposed > 0
         if proposed:
             self.mode = "speculative"
-        self._bin(0, +1)
+        if not self.accept_histogram:
+            self.accept_histogram.append(0)
+        self.accept_histogram[0] += 1
         self._in_round = 0
 
     def explain(self, request: str | None, width: str | None) -> None:
@@ -74,20 +76,12 @@ class Stats:
         if from_draft:
             self.accepted += 1
             self.first_accepted += self.proposed <= 100
-            self._bin(self._in_round, -1)
+            self.accept_histogram[self._in_round] -= 1
             self._in_round += 1
-            self._bin(self._in_round, +1)
-
-    def committed(self, before: float, seconds: float) -> None:
-        """Count the seconds of decoding before a token's commit, and the commit's own."""
-        self.commit_seconds += seconds
-        self.decode_seconds += before + seconds
+            if self._in_round == len(self.accept_histogram):
+                self.accept_histogram.append(0)
+            self.accept_histogram[self._in_round] += 1
 
     def snapshot(self) -> "Stats":
         """A copy that later rounds do not change."""
         return replace(self, accept_histogram=list(self.accept_histogram), phases=dict(self.phases))
-
-    def _bin(self, accepted: int, change: int) -> None:
-        missing = accepted + 1 - len(self.accept_histogram)
-        self.accept_histogram += [0] * max(0, missing)
-        self.accept_histogram[accepted] += change

@@ -24,6 +24,8 @@ class StopStrings:
         """The text that may leave now. After a stop string, `stopped` is set and everything from it on is dropped."""
         if self.stopped:
             return ""
+        if not self.stops:
+            return text
         self._held += text
         found = [at for at in map(self._held.find, self.stops) if at >= 0]
         if found:

@@ -6,7 +6,7 @@ A decision depends on earlier rounds only, never on a token of the proposal that
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from specmlx.speculation.costs import Costs, load, save
 
@@ -68,6 +68,7 @@ def best_width(seconds: Sequence[float], survival: Sequence[float], current: int
     return current if rates[current] > WORTHWHILE * rates[0] else 0
 
 
+@runtime_checkable
 class Widths(Protocol):
     """What chooses the width of each round, 0..most.
 
@@ -80,8 +81,11 @@ class Widths(Protocol):
     def choose(self) -> int:
         """The next round's width. Of rounds that are under way, nothing is known yet."""
 
-    def observed(self, width: int, accepted: int, seconds: float | None) -> None:
-        """A round of `width` kept `accepted` tokens and took `seconds` (None where that is unknown)."""
+    def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
+        """A round of `width` kept `accepted` tokens and took `seconds` (None where that is unknown).
+
+        others: what was kept of other sequences' proposals in the same round.
+        """
 
 
 class FixedWidth:
@@ -95,7 +99,7 @@ class FixedWidth:
     def choose(self) -> int:
         return self.most
 
-    def observed(self, width: int, accepted: int, seconds: float | None) -> None:
+    def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
         pass
 
 
@@ -238,7 +242,7 @@ class AutoWidth:
         return self._trying[-1]
 
     def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
-        """See `Widths.observed`; `others`: what was kept of other lanes' proposals in the same round."""
+        """See `Widths.observed`."""
         for kept in (accepted, *others):
             self.survival.observe(width, kept)
         tried = width in self._trying

@@ -26,8 +26,12 @@ class Observable(NamedTuple):
     features: mx.array | None
 
 
+Count = int | list[int]
+"""How many rows of a pass are in: of one conversation, or of each of several."""
+
+
 class Draft(NamedTuple):
-    """A drafter and its context, which has the conversation's rows up to `end`.
+    """A drafter and its context, which has the first `end` rows of a conversation (of several: so many of all of them).
 
     ahead: it was shown the rows of the pass after them too, before it was known how many stay (see `Context.settle`).
     waiting: rows behind `end` that it will be shown when it is to propose again, of each pass the first so many.
@@ -37,18 +41,58 @@ class Draft(NamedTuple):
     context: Any
     end: int
     ahead: bool = False
-    waiting: tuple[tuple[Observable, int], ...] = ()
+    waiting: tuple[tuple[Observable, Count], ...] = ()
 
     @property
     def known(self) -> int:
         """Rows that it has or that wait for it."""
-        return self.end + sum(count for _, count in self.waiting)
+        end = self.end
+        for _, count in self.waiting:
+            end += count if isinstance(count, int) else sum(count)
+        return end
 
 
-class Conversation:
+class Held:
+    """What target and drafter keep of a conversation, or of several together (see `speculation.joint`).
+
+    `draft` is the last drafter's context; `unobserved` the rows that it has not seen, as many as `count`.
+    """
+
+    states: LayerStates
+    draft: Draft | None = None
+    unobserved: Observable | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Rows that are in, of each conversation."""
+        raise NotImplementedError
+
+    @property
+    def count(self) -> Count:
+        """Rows of the last pass that are in."""
+        raise NotImplementedError
+
+    @property
+    def members(self) -> "list[Conversation]":
+        """The conversations."""
+        raise NotImplementedError
+
+    def begin(self, rows: Observable | None) -> None:
+        """The open pass is about to be committed, and the drafter may observe `rows`."""
+        self.unobserved = rows
+
+    def commit(self, count: int, token: int, index: int = 0) -> None:
+        """Let `count` rows of the open pass in; `token`, the conversation's newest, is not in yet."""
+        raise NotImplementedError
+
+    def draft_arrays(self) -> list[mx.array]:
+        """What to evaluate for the drafter's context to stand on its own: in another thread, or many rounds on."""
+        return [] if self.draft is None else self.draft.context.arrays()
+
+
+class Conversation(Held):
     """Processed ids are in `states`; `pending` has left but is not in. Together: what the user was given.
 
-    `draft` is the last drafter's context; `unobserved` the rows that it has not seen (as many as `states.count`).
     One request at a time owns it: `claim` takes it over, and an older owner's next step raises.
     An interrupt may fall anywhere: ids are recorded before their rows enter the states, and `settle` takes back those
     whose rows did not. `model` is the fingerprint of the model whose states these are; None where it is not known.
@@ -59,8 +103,6 @@ class Conversation:
         self.states = states
         self.processed = processed if processed is not None else []
         self.pending = pending
-        self.draft: Draft | None = None
-        self.unobserved: Observable | None = None
         self.model: str | None = None
         self.max_kv_size: int | None = None
         self._owner = 0
@@ -91,9 +133,20 @@ class Conversation:
     def nbytes(self) -> int:
         return self.states.nbytes
 
-    def draft_arrays(self) -> list[mx.array]:
-        """What to evaluate for the drafter's context to stand on its own: in another thread, or many rounds on."""
-        return [] if self.draft is None else self.draft.context.arrays()
+    @property
+    def lengths(self) -> list[int]:
+        """See `Held`."""
+        return [self.states.length]
+
+    @property
+    def count(self) -> int:
+        """See `Held`."""
+        return self.states.count
+
+    @property
+    def members(self) -> "list[Conversation]":
+        """See `Held`."""
+        return [self]
 
     def claim(self) -> int:
         """Take the conversation over and get the owner's number."""
@@ -114,11 +167,11 @@ class Conversation:
         if owner != self._owner:
             raise RuntimeError("another request has taken this conversation over: this generator can't go on")
 
-    def commit(self, count: int, token: int) -> None:
-        """Let `count` rows of the open pass in, the last token given to the user being `token`, which is not in yet."""
-        self.processed.append(self.pending)
+    def commit(self, count: int, token: int, index: int = 0) -> None:
+        """See `Held`."""
+        self.processed.append(self._pending[1])
         self.states.commit(count)
-        self.pending = token
+        self._pending = (len(self.processed), token)
 
 
 def save(path: str | Path, conversation: Conversation, metadata: dict[str, str] | None = None) -> None:

@@ -25,11 +25,6 @@ class Pass(NamedTuple):
     logits: mx.array | None = None
     features: mx.array | None = None
 
-    def arrays(self) -> list[mx.array]:
-        """Everything that a commit would install or that its caller reads."""
-        outputs = [x for x in (self.logits, self.features) if x is not None]
-        return outputs + [x for layer in self.layers for x in _arrays(layer)]
-
 
 class Origin(NamedTuple):
     """Where a pass starts: its first row, the committed rows of the tape before it, the buffer length that it sees."""
@@ -145,13 +140,14 @@ class LayerStates:
         pass is to write in place. It wrote only beyond the rows that are in, and so did this one.
         """
         layers = [b if isinstance(b, KV) else a for a, b in zip(self.layers, new.layers, strict=True)]
-        self._set(layers=layers, _pass=_without_kv(self._pass))
-        self._evaluate(mx.async_eval, new.arrays(), *arrays)
-        return _without_kv(new)
+        kept = new._replace(layers=[None if isinstance(layer, KV) else layer for layer in new.layers])
+        self._set(layers=layers, _pass=kept if self._pass is new else self._pass)
+        self._evaluate(mx.async_eval, new, *arrays)
+        return kept
 
     def evaluate(self, *arrays: mx.array) -> None:
         """Evaluate the open pass and `arrays`. Should that raise, KV rows may be half written: no further use."""
-        self._evaluate(mx.eval, self._pass.arrays(), *arrays)
+        self._evaluate(mx.eval, self._pass, *arrays)
 
     def _evaluate(self, by: Callable, *arrays) -> None:
         try:
@@ -166,16 +162,30 @@ class LayerStates:
         Raises RuntimeError without an open pass and ValueError for a count outside 0..T or below the last one; both
         before anything changes.
         """
-        self._refuse_if_broken()
+        if self._broken:
+            self._refuse_if_broken()
         if self._pass is None:
             raise RuntimeError("nothing to commit: run a pass first")
-        value, counts = self._checked(count)
-        bound = self._bound_before + (max(counts) if counts else self._pass.rows)
-        new = dict(count=value, _counts=counts, bound=bound)
+        counts, most = None, self._pass.rows
+        if isinstance(count, mx.array):
+            count = count.astype(mx.int32)
+        else:
+            counts = [count] * self.batch if isinstance(count, int) else list(count)
+            if len(counts) != self.batch:
+                raise ValueError(f"commit got {len(counts)} counts for {self.batch} lanes")
+            before = self._counts if self._committed and self._counts else [0] * self.batch
+            for n, least in zip(counts, before, strict=True):
+                if not 0 <= n <= most:
+                    raise ValueError(f"can't commit {n} rows: the pass has {most}")
+                if n < least:
+                    raise ValueError(f"can't commit {n} rows: {least} are committed already")
+            most, count = max(counts), counts[0] if len(set(counts)) == 1 else mx.array(counts, dtype=mx.int32)
+        new = dict(count=count, _counts=counts, bound=self._bound_before + most)
         if not self._committed:
             layers = [a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)]
             new |= dict(start=self.length, layers=layers, _committed=True)
-        self._set(**new)
+        # One call into C: a Ctrl-C falls before or after it.
+        vars(self).update(new)
 
     def abort(self) -> None:
         """Drop the open pass as if it had never run; a pass that is committed stays."""
@@ -193,7 +203,7 @@ class LayerStates:
             x.with_arrays([mx.contiguous(part[:, :, : self.length]) for part in x.arrays()]) if isinstance(x, KV) else x
             for x in self.folded()
         ]
-        mx.eval([_arrays(layer) for layer in layers])
+        mx.eval(layers)
         return LayerStates.holding(self.length, layers, self.batch, self.kv_format)
 
     @classmethod
@@ -248,25 +258,6 @@ class LayerStates:
         if self._broken:
             raise RuntimeError(f"this conversation can't go on ({self._broken}): start a new one")
 
-    def _checked(self, count: Count) -> tuple[int | mx.array, list[int] | None]:
-        T = self._pass.rows
-        if isinstance(count, mx.array):
-            return count.astype(mx.int32), None
-        counts = [count] * self.batch if isinstance(count, int) else list(count)
-        if len(counts) != self.batch:
-            raise ValueError(f"commit got {len(counts)} counts for {self.batch} lanes")
-        before = self._counts if self._committed and self._counts else [0] * self.batch
-        for n, least in zip(counts, before, strict=True):
-            if not 0 <= n <= T:
-                raise ValueError(f"can't commit {n} rows: the pass has {T}")
-            if n < least:
-                raise ValueError(f"can't commit {n} rows: {least} are committed already")
-        return (counts[0] if len(set(counts)) == 1 else mx.array(counts, dtype=mx.int32)), counts
-
-
-def _without_kv(done: Pass) -> Pass:
-    return done._replace(layers=[None if isinstance(layer, KV) else layer for layer in done.layers])
-
 
 def _in_one_format(layers: Sequence[Layer], kv_format: KVFormat | None) -> Sequence[Layer]:
     """Keys and values of several lanes quantized where some of them are."""
@@ -279,9 +270,3 @@ def _merged(layers: Sequence[Layer], batches: Sequence[int]) -> Layer:
     if isinstance(layers[0], Recurrent):
         return recurrent.merge(layers)
     return kv.merge(list(zip(layers, batches, strict=True)))
-
-
-def _arrays(layer: Layer) -> list[mx.array]:
-    if layer is None:
-        return []
-    return layer.arrays()

@@ -134,7 +134,7 @@ class AnyLM(Drafted, nn.Module):
         logits, features = self._run(states, rows, tap_ids)
         first = states.replayed
         found = Pass(rows.shape[1], [], logits[:, first:], None if features is None else features[:, first:])
-        states.outputs = found.arrays()
+        states.outputs = [x for x in (found.logits, found.features) if x is not None]
         return found
 
     def prefill(

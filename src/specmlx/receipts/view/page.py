@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from specmlx.receipts.chips import CHIPS
 from specmlx.receipts.trace import BONUS, CORRECTED, DRAFTED, PLAIN, Trace
 from specmlx.receipts.view.charts import bars, lines
-from specmlx.speculation.profile import HOST, host_share
+from specmlx.speculation.timer import HOST, host_share
 
 LEGEND = {
     DRAFTED: "guessed by the drafter, confirmed by the target",
