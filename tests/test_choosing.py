@@ -170,7 +170,9 @@ def test_a_repository_in_the_cache_is_used_offline_and_one_that_is_not_says_so(t
     ("text", "bases"),
     [
         ("---\nbase_model: a/b\n---\n", ["a/b"]),
-        ("---\nbase_model:\n- a/b\n- 'c/d'\nlicense: mit\n- e/f\n---\n", ["a/b", "c/d"]),
+        ("---\nbase_model:\n- a/b\n- 'c/d'\ntags:\n- e/f\n---\n", ["a/b", "c/d"]),
+        ("---\nbase_model: [1, {}, a/b]\n---\n", ["a/b"]),
+        ("---\nbase_model: a/b\n- no YAML\n---\n", []),
         ("---\nbase_model: ../../etc\n---\n", []),
         ("# no front matter\nbase_model: a/b\n", []),
         ("---\nlicense: mit\n", []),

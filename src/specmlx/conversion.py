@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,8 @@ from specmlx.targets.config import LINEAR, QWEN3_NEXT
 from specmlx.targets.gguf_tokenizer import tokenizer_files
 from specmlx.targets.hybrid import Model
 
-SHARD = 5 << 30
+# Gigabytes.
+SHARD = 5
 BITS = (2, 3, 4, 5, 6, 8)
 TOKENIZER = (
     "tokenizer*",
@@ -231,35 +232,26 @@ def _experts_predicate(path: str, _: nn.Module) -> bool | dict[str, Any]:
 
 
 def _write_weights(folder: Path, module: nn.Module, config: dict[str, Any], progress: Progress | None) -> None:
+    from mlx_lm.utils import make_shards
+
     prefix = "language_model." if config.get("model_type") == QWEN3_NEXT else ""
     weights = {name.removeprefix(prefix): value for name, value in tree_flatten(module.parameters())}
     # So that a shard's memory is free once it is written.
     module.update(tree_map(lambda _: mx.array([]), module.parameters()))
     total, done, places = sum(value.nbytes for value in weights.values()), 0, {}
-    shards = list(_shards(weights))
-    for i, names in enumerate(shards):
+    shards = make_shards(weights, SHARD)
+    weights.clear()
+    for i, shard in enumerate(shards):
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
         with (folder / file).open("wb") as stream:
-            for part in safetensors({name: weights[name] for name in names}, {"format": "mlx"}):
+            for part in safetensors(shard, {"format": "mlx"}):
                 stream.write(part)
                 done += len(part)
                 if progress:
                     progress(min(done, total), total)
-        for name in names:
-            del weights[name]
-            places[name] = file
+        places |= dict.fromkeys(shard, file)
+        shard.clear()
     _write_json(folder / f"model{INDEX}", {"metadata": {"total_size": total}, "weight_map": places})
-
-
-def _shards(weights: dict[str, mx.array]) -> Iterator[list[str]]:
-    names, size = [], 0
-    for name, value in weights.items():
-        if names and size + value.nbytes > SHARD:
-            yield names
-            names, size = [], 0
-        names.append(name)
-        size += value.nbytes
-    yield names
 
 
 def _write_drafter(folder: Path, source: Path | dict[str, mx.array], config: dict[str, Any]) -> None:

@@ -135,21 +135,19 @@ def base_models(path: Path) -> list[str]:
     file = path / "README.md"
     if not file.is_file():
         return []
+    from huggingface_hub import ModelCard
+
     with file.open(encoding="utf-8", errors="replace") as stream:
-        lines = stream.read(1 << 16).splitlines()
-    if not lines or lines[0].strip() != "---":
+        text = stream.read(1 << 16)
+    try:
+        # Of a text without front matter the card would warn.
+        whole = text.startswith("---") and "\n---" in text
+        found = ModelCard(text, ignore_metadata_errors=True).data.base_model if whole else None
+    # YAML that someone wrote by hand.
+    except Exception:
         return []
-    found, inside = [], False
-    for line in lines[1:]:
-        if line.strip() == "---":
-            break
-        if inside and line.lstrip().startswith("- "):
-            found.append(line.lstrip()[2:].strip().strip("\"'"))
-            continue
-        inside = line.startswith("base_model:")
-        if inside and (value := line.removeprefix("base_model:").strip().strip("\"'")):
-            found.append(value)
-    return [name for name in found if is_id(name)]
+    names = found if isinstance(found, list) else [found]
+    return [name for name in names if isinstance(name, str) and is_id(name)]
 
 
 def remote_repo(name: str, revision: str | None = None, client: Any = None, endpoint: str | None = None) -> RemoteRepo:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from specmlx.drafters.packaging import GEMMA4_DSPARK, gemma4_words, unpacked
+from specmlx.drafters.packaging import GEMMA4_DSPARK, SELECTOR, gemma4_words, unpacked
 from specmlx.formats.config import MOST, read, shown
 from specmlx.formats.rope import max_positions, rope_parameters, rotary_dims
 
@@ -220,8 +220,7 @@ def _taps(config: dict[str, Any], kind: str, depth: int | None, layers: int) -> 
 
 def _selector(config: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
     """The sizes of DFlash 2's convolutions and candidate selector."""
-    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    found = {name: _size(config, name) for name in names}
+    found = {name: _size(config, name) for name in SELECTOR}
     group, hidden = found["conv_group_size"], sizes["hidden_size"]
     if hidden % group:
         raise ValueError(f"conv_group_size is {group}: it must divide hidden_size {hidden}")

@@ -7,22 +7,12 @@ from specmlx.formats.config import MOST, read, shown
 
 GEMMA4_DSPARK = ["Gemma4DSparkModel"]
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
-_KEPT = (
-    "block_size",
-    "mask_token_id",
-    "draft_vocab_size",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "confidence_temperatures",
-    "quantization",
-    "quantization_config",
-)
+# Fields of DFlash 2's selector and convolutions, of DSpark's heads, and of scaled embeddings and logits.
+SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_KEPT = ("block_size", "mask_token_id", "draft_vocab_size", *SELECTOR, *HEADS, "confidence_temperatures")
+_KEPT += ("quantization", "quantization_config")
 
 
 def unpacked(config: dict[str, Any]) -> dict[str, Any]:

@@ -8,26 +8,14 @@ from pathlib import Path
 from typing import Any
 
 # Bits of a value (safetensors' own names).
-BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "F4": 4,
-    "I16": 16,
-    "U16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "I32": 32,
-    "U32": 32,
-    "F32": 32,
-    "I64": 64,
-    "U64": 64,
-    "F64": 64,
-    "C64": 64,
+_NAMES = {
+    4: "F4",
+    8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0",
+    16: "I16 U16 F16 BF16",
+    32: "I32 U32 F32",
+    64: "I64 U64 F64 C64",
 }
+BITS = {name: bits for bits, names in _NAMES.items() for name in names.split()}
 # Bytes of a header, as in the safetensors library, and of any other file that is read whole.
 MOST = 100_000_000
 

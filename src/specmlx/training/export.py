@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, FULL, SLIDING, DrafterConfig
-from specmlx.drafters.packaging import ARCHITECTURES
+from specmlx.drafters.packaging import ARCHITECTURES, HEADS, SCALES, SELECTOR
 from specmlx.drafters.vocabulary import logits_of
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.checkpoint import read_config, save_atomically
@@ -18,21 +18,8 @@ from specmlx.targets.hybrid import Model
 
 ZLAB, DEEPSPEC, SPECULATORS = "zlab", "deepspec", "speculators"
 PACKAGINGS = {ZLAB: (DFLASH, DFLASH2), DEEPSPEC: (DSPARK,), SPECULATORS: (DFLASH, DFLASH2, DSPARK)}
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "vocab_size",
-    "max_position_embeddings",
-    "attention_bias",
-)
-_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-_MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+_SIZES += ("head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias")
 
 
 def check_export(config: DrafterConfig, packaging: str) -> None:
@@ -47,7 +34,7 @@ def check_export(config: DrafterConfig, packaging: str) -> None:
         "has no word for windows": packaging == DEEPSPEC and sliding,
         "has no word for windows of several sizes": len({w for w in config.windows if w}) > 1,
         "has no word for scaled embeddings or logits": packaging != ZLAB
-        and any(getattr(config, name) != DrafterConfig.__dataclass_fields__[name].default for name in _SCALES),
+        and any(getattr(config, name) != DrafterConfig.__dataclass_fields__[name].default for name in SCALES),
         "has no word for confidence temperatures": packaging != SPECULATORS and config.confidence_temperatures,
     }
     if wrong := [what for what, found in problems.items() if found]:
@@ -79,7 +66,7 @@ def export(
     write_atomically(out / "config.json", [(json.dumps(config, indent=2) + "\n").encode()])
 
 
-def _layers(config: DrafterConfig) -> dict[str, Any]:
+def layers(config: DrafterConfig) -> dict[str, Any]:
     """The fields of transformers' Qwen3Config."""
     window = next((window for window in config.windows if window), None)
     rope = {"rope_type": "default", **config.rope_scaling, "rope_theta": config.rope_theta}
@@ -99,13 +86,13 @@ def _layers(config: DrafterConfig) -> dict[str, Any]:
 def zlab_config(config: DrafterConfig) -> dict[str, Any]:
     """A config.json for a DFlash or DFlash 2 drafter as z-lab writes it."""
     nested = {"target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id}
-    nested |= {name: getattr(config, name) for name in _SCALES if getattr(config, name) is not None}
+    nested |= {name: getattr(config, name) for name in SCALES if getattr(config, name) is not None}
     if config.kind == DFLASH2:
-        nested |= {name: getattr(config, name) for name in _SELECTOR}
+        nested |= {name: getattr(config, name) for name in SELECTOR}
     return {
         "architectures": [ARCHITECTURES[config.kind]],
         "dtype": "bfloat16",
-        **_layers(config),
+        **layers(config),
         "rope_theta": config.rope_theta,
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
@@ -118,19 +105,19 @@ def _deepspec(config: DrafterConfig, anchors: int) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3DSparkModel"],
         "dtype": "bfloat16",
-        **_layers(config),
+        **layers(config),
         "rope_theta": config.rope_theta,
         "num_target_layers": config.num_target_layers,
         "block_size": config.block_size,
         "num_anchors": anchors,
         "target_layer_ids": list(config.target_layer_ids),
         "mask_token_id": config.mask_token_id,
-        **{name: getattr(config, name) for name in _MARKOV},
+        **{name: getattr(config, name) for name in HEADS},
     }
 
 
 def _speculators(config: DrafterConfig, target: Model | AnyLM, verifier: str) -> dict[str, Any]:
-    names = {DFLASH: (), DFLASH2: _SELECTOR, DSPARK: _MARKOV}[config.kind]
+    names = {DFLASH: (), DFLASH2: SELECTOR, DSPARK: HEADS}[config.kind]
     temperatures = config.confidence_temperatures
     method = {"proposal_type": "greedy", "speculative_tokens": config.max_width, "verifier_accept_k": 1}
     architectures = [] if target.directory is None else read_config(target.directory).get("architectures", [])
@@ -148,7 +135,7 @@ def _speculators(config: DrafterConfig, target: Model | AnyLM, verifier: str) ->
         **{name: getattr(config, name) for name in names},
         **({"confidence_temperatures": list(temperatures)} if temperatures else {}),
         "tie_word_embeddings": False,
-        "transformer_layer_config": _layers(config),
+        "transformer_layer_config": layers(config),
         "speculators_config": {
             "algorithm": config.kind,
             "default_proposal_method": "greedy",
