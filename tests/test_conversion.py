@@ -19,8 +19,9 @@ from rig import EXPERTS, NEXT, TINY, by_steps, mlx_lm_twin, same_bits, small_tok
 
 import specmlx
 from specmlx.cli import main
-from specmlx.conversion import convert, plain_config
+from specmlx.conversion import convert
 from specmlx.drafters.config import DrafterConfig
+from specmlx.drafters.written import plain_config
 from specmlx.formats.checkpoint import read_config
 from specmlx.loading import load, resolve
 from specmlx.speculation.stats import Stats

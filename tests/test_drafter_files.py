@@ -12,10 +12,10 @@ from drafter_kit import Greedy, StandInTarget, case_weights, golden_config, gold
 from mlx.utils import tree_flatten
 from test_packagings import DSPARK, lfm2, nvfp4, own_weights, packed
 
-from specmlx.conversion import plain_config
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.mtp_checkpoint import load_mtp
+from specmlx.drafters.written import plain_config
 from specmlx.inspection import inspect_path
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.hybrid import Model

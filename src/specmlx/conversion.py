@@ -12,9 +12,10 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from specmlx.drafters.checkpoint import load_drafter
-from specmlx.drafters.config import DFLASH, DFLASH2, FULL, GEMMA4, QWEN35, SLIDING, DrafterConfig, is_language_model
+from specmlx.drafters.config import DrafterConfig, is_language_model
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
+from specmlx.drafters.written import plain_config
 from specmlx.formats.checkpoint import INDEX, read_config, safetensors, shards_of
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
 from specmlx.places import MTP, NGRAM, resolve
@@ -93,69 +94,6 @@ def convert(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return out
-
-
-def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any]:
-    """A drafter's config.json that says everything by itself, in z-lab's and DeepSpec's words.
-
-    Raises ValueError where reading it again would not give the same drafter.
-    """
-    architecture = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel"}.get(parsed.kind, "DSparkDraftModel")
-    names = [
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "max_position_embeddings",
-        "attention_bias",
-        "is_causal",
-    ]
-    names += ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
-    nested = ["target_layer_ids", "mask_token_id", "sample_from_anchor", "rope_is_neox_style", "draft_vocab_size"]
-    nested += ["input_embedding_scale", "output_multiplier", "final_logit_softcapping"]
-    if parsed.kind == DFLASH2:
-        nested += ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
-    elif parsed.kind != DFLASH:
-        nested += ["markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"]
-        nested += ["confidence_temperatures"]
-    windows = {window for window in parsed.windows if window}
-    if len(windows) > 1:
-        raise ValueError(f"the drafter's layers have windows {sorted(windows)}: one config.json can't say that")
-    if parsed.family == GEMMA4:
-        architecture = "Gemma4DSparkModel"
-    elif parsed.family == QWEN35:
-        architecture = "Qwen35DSparkModel"
-    elif parsed.frozen_copies:
-        architecture = "Qwen3DSparkModel"
-    plain = {
-        "architectures": [architecture],
-        "model_type": "qwen3",
-        **{name: getattr(parsed, name) for name in names},
-        "block_size": parsed.block_size,
-        "num_target_layers": parsed.num_target_layers,
-        "layer_types": [SLIDING if window else FULL for window in parsed.windows],
-        "sliding_window": next(iter(windows), None),
-        "use_sliding_window": bool(windows),
-        "rope_parameters": {"rope_type": "default", **parsed.rope_scaling, "rope_theta": parsed.rope_theta},
-        "dflash_config": {name: getattr(parsed, name) for name in nested},
-        **{key: config[key] for key in ("quantization", "quantization_config") if config.get(key)},
-    }
-    if parsed.family == QWEN35:
-        plain["enable_qwen35_gated_q_proj"] = parsed.gated_attention
-        plain["rope_parameters"]["partial_rotary_factor"] = (parsed.rope_dims or parsed.head_dim) / parsed.head_dim
-    if parsed.family == GEMMA4:
-        plain |= {"attention_k_eq_v": parsed.attention_k_eq_v, "global_head_dim": parsed.head_dim}
-        plain |= {"num_global_key_value_heads": parsed.num_key_value_heads}
-        plain["rope_parameters"] = {"full_attention": plain["rope_parameters"]}
-    plain = json.loads(json.dumps({key: value for key, value in plain.items() if value is not None}))
-    again = DrafterConfig.from_dict(plain)
-    if different := [name for name, value in vars(again).items() if not _same(name, value, parsed)]:
-        raise ValueError(f"the drafter's {', '.join(different)} can't be said in a plain config.json")
-    return plain
-
-
-def _same(name: str, value: Any, parsed: DrafterConfig) -> bool:
-    # Spelt out in the plain one, so it has keys more.
-    return name == "rope_scaling" or value == getattr(parsed, name)
 
 
 def _drafter(

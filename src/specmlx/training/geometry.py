@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig, default_taps
+from specmlx.drafters.written import zlab_config
 from specmlx.targets.any_lm import LMConfig
 from specmlx.targets.config import HybridConfig
-from specmlx.training.export import zlab_config
 
 KINDS = (DFLASH, DFLASH2, DSPARK)
 ARCHITECTURES = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
