@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from specmlx.receipts.roofline import Roofline
 
 LONG = 32768
+DRAFT = (
+    "kind hidden_size intermediate_size vocab_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
+    "block_size selector_rank conv_kernel_size conv_group_size markov_rank"
+).split()
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,8 @@ def as_object(asked: Question) -> dict[str, Any]:
         "model": asked.model,
         "weights": line.scheme.name,
         "layout": "splash" if line.splash else "tensors",
-        "draft": None if line.draft is None else asdict(line.draft),
+        "draft": line.draft
+        and {name: getattr(line.draft, name) for name in DRAFT} | {"taps": len(line.draft.target_layer_ids)},
         "rows": line.rows,
         "lanes": line.lanes,
         "context": context,

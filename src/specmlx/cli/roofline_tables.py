@@ -81,10 +81,10 @@ def _drafter(line: "Roofline") -> list[Row]:
 def _row(group: Group, drafted: bool = False, rows: int = 1) -> Row:
     reads = _reads(group, drafted, rows)
     # Vectors come once a layer, and a few at the end: those count in the sum only.
-    parts = [part for part in group.parts if part.label] or group.parts[:1]
+    parts = [part for part in group.parts if part.label and group.kind == "small"] or group.parts[:1]
     # A drafter's layer sums up matrices of many shapes.
     digits = 1 if len(parts[0].tensors) > 5 and group.rows else 2
-    each = ", ".join(f"{part.nbytes / 1e6:.{digits}f} {part.label}".strip() for part in parts)
+    each = ", ".join(f"{part.nbytes / 1e6:.{digits}f} {part.label if len(parts) > 1 else ''}".strip() for part in parts)
     return group.label, group.shape, each, str(sum(part.count for part in parts)), reads, gigabytes(group.nbytes)
 
 

@@ -1,7 +1,6 @@
 """Bytes that a finished generation moved, from the arrays in memory and what its stats counted."""
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,34 +13,25 @@ from specmlx.drafters.mtp import MTP
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.proposal import Drafter
 from specmlx.receipts.machine import Bandwidth, known_bandwidth
+from specmlx.receipts.tensors import (
+    CONTEXT,
+    DRAFTER,
+    EMBEDDING,
+    EXPERTS,
+    GATES,
+    HEAD,
+    HEADS,
+    KEYS,
+    LAYERS,
+    MARKOV,
+    TARGET,
+    Rule,
+    rule_of,
+)
 from specmlx.speculation.stats import Stats
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.config import FULL
 from specmlx.targets.hybrid import Model
-
-EMBEDDING, HEAD, EXPERTS = "token embedding", "LM head", "experts, at most"
-_TARGET = (
-    (r"(embed_tokens|wte|word_embeddings|tok_embeddings)\.", EMBEDDING),
-    (r"lm_head\.", HEAD),
-    (r"\.switch_mlp\.", EXPERTS),
-    (r"linear_attn\.in_proj_", "GDN in-projection"),
-    (r"linear_attn\.out_proj\.", "GDN out-projection"),
-    (r"self_attn\.[qkv]_proj\.", "attention in-projection"),
-    (r"self_attn\.o_proj\.", "attention out-projection"),
-    (r"\.(mlp|shared_expert)\.", "MLP"),
-    (r"", "norms, conv taps, others"),
-)
-TABLES, MARKOV, GATES, HEADS = "gathered tables", "Markov W2", "Markov gates", "draft head"
-CONTEXT, KEYS, LAYERS = "draft context projection", "draft keys and values", "draft layers"
-_DRAFTER = (
-    (r"markov_w1\.|_codebook|embed_tokens\.", TABLES),
-    (r"markov_w2\.", MARKOV),
-    (r"markov_head\.", GATES),
-    (r"lm_head\.", HEADS),
-    (r"(^|\.)fc\.", CONTEXT),
-    (r"self_attn\.[kv]_proj\.", KEYS),
-    (r"", LAYERS),
-)
 
 
 @dataclass(frozen=True)
@@ -140,16 +130,16 @@ def account(
     )
 
 
-def grouped(module: Any, rules: tuple[tuple[str, str], ...]) -> dict[str, int]:
-    """Bytes of a module's arrays by the label of the first rule (regular expression, label) that finds their path."""
-    found = {label: 0 for _, label in rules}
+def grouped(module: Any, rules: Sequence[Rule]) -> dict[str, int]:
+    """Bytes of a module's arrays in memory by the names of the rules."""
+    found = {rule.name: 0 for rule in rules}
     for path, array in tree_flatten(module.parameters()):
-        found[next(label for pattern, label in rules if re.search(pattern, path))] += array.nbytes
+        found[rule_of(path, rules).name] += array.nbytes
     return found
 
 
 def _target(model: Any, stats: Stats) -> Iterator[Moved]:
-    nbytes = grouped(model, _TARGET)
+    nbytes = grouped(model, TARGET)
     # A tied embedding is the head; else single rows of it are gathered.
     head = nbytes.pop(HEAD) or nbytes[EMBEDDING]
     nbytes.pop(EMBEDDING)
@@ -194,9 +184,9 @@ def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
     if own_head is not None:
         yield Moved(HEADS, sum(x.nbytes for _, x in tree_flatten(own_head.parameters())), heads)
     else:
-        target = grouped(model, _TARGET)
+        target = grouped(model, TARGET)
         yield Moved("LM head, for the drafter", target[HEAD] or target[EMBEDDING], heads)
-    nbytes = grouped(drafter.model, _DRAFTER)
+    nbytes = grouped(drafter.model, DRAFTER)
     for label, count in times.items():
         yield Moved(label, nbytes[label], count)
     # Rows that a draft pass looks back at: all, or a window's.

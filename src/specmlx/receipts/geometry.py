@@ -1,13 +1,13 @@
 """Shapes of targets and drafters: built in, or read from a config.json."""
 
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig
 from specmlx.formats.sizes import FORMATS, quantized
 from specmlx.targets.config import FULL, LINEAR, HybridConfig
 
-DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 KINDS = (DFLASH, DFLASH2, DSPARK)
 
 TARGETS = {
@@ -27,38 +27,21 @@ TARGETS = {
         full_attention_interval=4,
     )
 }
+# What the drafters published for Qwen3.8-27B have in common.
+_PUBLISHED = {
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "mask_token_id": 0,
+    "target_layer_ids": tuple(range(5)),
+    "windows": 5 * (None,),
+    "rope_theta": 1e7,
+    "rope_scaling": {"rope_type": "default", "rope_theta": 1e7},
+}
 
 
-@dataclass(frozen=True)
-class DraftGeometry:
-    """A block drafter's shapes; the defaults are those of the drafters published for Qwen3.8-27B.
-
-    taps: layers of the target whose outputs the drafter reads. block_size: rows that it runs.
-    selector_rank, conv_kernel_size, conv_group_size: DFlash 2's. markov_rank: DSpark's.
-    """
-
-    kind: str
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    num_hidden_layers: int = 5
-    num_attention_heads: int = 32
-    num_key_value_heads: int = 8
-    head_dim: int = 128
-    taps: int = 5
-    block_size: int = 8
-    selector_rank: int = 0
-    conv_kernel_size: int = 0
-    conv_group_size: int = 0
-    markov_rank: int = 0
-
-    @property
-    def max_width(self) -> int:
-        """γ, the tokens of a whole proposal."""
-        return self.block_size if self.kind == DSPARK else self.block_size - 1
-
-
-def published_drafter(kind: str, target: HybridConfig) -> DraftGeometry:
+def published_drafter(kind: str, target: HybridConfig) -> DrafterConfig:
     """The drafter that publishers train for a target of this size: five layers as wide as the target's, block 8.
 
     RadixArk's DSpark has a block of 7, of which every row proposes. Raises ValueError for an unknown kind, and for a
@@ -68,27 +51,27 @@ def published_drafter(kind: str, target: HybridConfig) -> DraftGeometry:
         raise ValueError("drafters for mixtures of experts have no common shape: pass --draft-model")
     if kind not in KINDS:
         raise ValueError(f"unknown kind of drafter {kind!r}: there are {', '.join(KINDS)} and none")
-    own: dict[str, int] = {
+    own: dict[str, Any] = {
         DFLASH: {},
         DFLASH2: {"selector_rank": 256, "conv_kernel_size": 2, "conv_group_size": 16},
-        DSPARK: {"markov_rank": 256, "block_size": 7},
+        DSPARK: {"markov_rank": 256, "block_size": 7, "enable_confidence_head": True},
     }[kind]
-    return DraftGeometry(kind, target.hidden_size, target.intermediate_size, target.vocab_size, **own)
+    shape = {name: getattr(target, name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
+    shape |= {"draft_vocab_size": target.vocab_size, "block_size": 8, "sample_from_anchor": kind == DSPARK}
+    return DrafterConfig(kind, **_PUBLISHED | shape | own)
 
 
-def drafter_geometry(name: str) -> DraftGeometry:
-    """The shapes of a drafter from its config.json: a directory, a Hub id, demo/dflash or demo/dspark.
+def drafter_geometry(name: str) -> DrafterConfig:
+    """A drafter's config.json: of a directory, a Hub id, demo/dflash or demo/dspark.
 
     Raises ValueError, one line, for what is no drafter.
     """
-    from specmlx.drafters.config import DrafterConfig
-
     try:
         config = DrafterConfig.from_dict(_config(name))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: {error}") from None
-    shared = [field.name for field in fields(DraftGeometry) if field.name != "taps"]
-    return DraftGeometry(taps=len(config.target_layer_ids), **{name: getattr(config, name) for name in shared})
+    # Whether there is a confidence head is known by its tensors alone, where config.json does not say.
+    return replace(config, enable_confidence_head=config.enable_confidence_head is not False)
 
 
 def target_geometry(name: str) -> tuple[HybridConfig, dict[str, Any] | None]:

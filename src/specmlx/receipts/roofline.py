@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from specmlx.drafters.config import DrafterConfig
 from specmlx.formats.sizes import format_named
 from specmlx.receipts.chips import Chip
-from specmlx.receipts.geometry import DraftGeometry, layers_of
+from specmlx.receipts.geometry import layers_of
 from specmlx.receipts.tensors import Group, Scheme, draft_groups, target_groups
 from specmlx.targets.config import HybridConfig
 
@@ -79,7 +80,7 @@ class Roofline:
 
     config: HybridConfig
     scheme: Scheme
-    draft: DraftGeometry | None = None
+    draft: DrafterConfig | None = None
     kv: str = "bf16"
     lanes: int = 1
     splash: bool = False

@@ -1,16 +1,80 @@
-"""The tensors of a target and a drafter in groups, with their bytes, from shapes and formats alone."""
+"""The tensors of a target and a drafter in groups, by one set of rules for arrays in memory and for shapes."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from typing import NamedTuple
 
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from specmlx.drafters.block import BlockTrunk
+from specmlx.drafters.config import DFLASH2, DSPARK, DrafterConfig
+from specmlx.drafters.dflash2 import DFlash2Trunk
+from specmlx.drafters.dspark import DSparkTrunk
 from specmlx.formats.sizes import FORMATS, Format, affine, format_named
-from specmlx.receipts.geometry import DFLASH2, DSPARK, DraftGeometry, layers_of
 from specmlx.targets.config import HybridConfig
+from specmlx.targets.hybrid import Model
 
 BF16, FP32 = FORMATS["bf16"], FORMATS["fp32"]
 MODELOPT = "modelopt-nvfp4"
 Tensor = tuple[tuple[int, ...], Format]
+
+
+class Rule(NamedTuple):
+    """A group of the tensors whose path a regular expression finds.
+
+    name: in a generation's account. label, kind: in a roofline; the label is the name without one.
+    format: the field of `Scheme`; bfloat16 without one. rows, reads: see `Group`.
+    """
+
+    pattern: str
+    name: str
+    label: str = ""
+    kind: str = "draft"
+    format: str = ""
+    rows: str = ""
+    reads: int = 1
+
+
+EMBEDDING, HEAD, EXPERTS = "token embedding", "LM head", "experts, at most"
+_GDN, _FULL, _MLP = "GDN projections", "attention projections", "MLP gate/up/down"
+_IN = "attention in-projection q, gate, k, v"
+_TABLE = r"(embed_tokens|wte|word_embeddings|tok_embeddings)\."
+# In the order in which tables show them.
+TARGET = (
+    Rule(r"linear_attn\.in_proj_", "GDN in-projection", "", _GDN, "mixer", "verify"),
+    Rule(r"linear_attn\.out_proj\.", "GDN out-projection", "", _GDN, "mixer", "verify"),
+    Rule(r"self_attn\.[qkv]_proj\.", "attention in-projection", _IN, _FULL, "mixer", "verify"),
+    Rule(r"self_attn\.o_proj\.", "attention out-projection", "", _FULL, "mixer", "verify"),
+    Rule(r"\.mlp\.(?!switch_mlp|shared_expert|gate\.)", "MLP", "SwiGLU gate, up, down", _MLP, "mlp", "verify"),
+    Rule(r"\.switch_mlp\.", EXPERTS, "experts", "experts", "mlp", "verify"),
+    Rule(r"\.shared_expert\.", "MLP", "shared expert gate, up, down", _MLP, "mlp", "verify"),
+    Rule(r"\.mlp\.", "MLP", "router and shared gate", "router", "router", "verify"),
+    Rule(rf"^(?!.*(lm_head\.|{_TABLE}))", "norms, conv taps, others", "norms, conv taps, decays, time biases", "small"),
+    Rule(r"lm_head\.", HEAD, "", "vocabulary head", "head", "verify"),
+    Rule(_TABLE, EMBEDDING, "token embedding (a gather)", "token embedding", "embedding", reads=0),
+)
+_TIED = Rule(_TABLE, HEAD, "LM head and token embedding, tied", "vocabulary head", "head", "verify")
+
+TABLES, MARKOV, GATES, HEADS = "gathered tables", "Markov W2", "Markov gates", "draft head"
+CONTEXT, KEYS, LAYERS = "draft context projection", "draft keys and values", "draft layers"
+DRAFTER = (
+    Rule(r"self_attn\.[kv]_proj\.", KEYS, LAYERS, format="drafter", rows="block"),
+    Rule(r"layers\.\d+\.(?!.*(norm|base_kernel))", LAYERS, format="drafter", rows="block"),
+    Rule(r"(^|\.)fc\.", CONTEXT, format="drafter", rows="verify"),
+    Rule(r"_codebook", TABLES, "selector codebooks, bf16"),
+    Rule(r"hidden_projection\.", LAYERS, "selector projection", format="drafter", rows="block"),
+    Rule(r"markov_w2\.", MARKOV, format="drafter", rows="slots"),
+    Rule(r"markov_w1\.", TABLES, "Markov W1, bf16 (a gather)", reads=0),
+    Rule(r"markov_head\.", GATES, format="drafter", rows="slots"),
+    Rule(r"confidence_head\.", LAYERS, "confidence head", rows="block"),
+    Rule(r"lm_head\.", HEADS),
+    Rule(r"embed_tokens\.", TABLES),
+    Rule(r"", LAYERS, "draft norms and kernels"),
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +152,16 @@ class Scheme:
     def mixed(self) -> bool:
         return len({fmt.name for fmt in (self.mlp, self.mixer, self.small, self.head, self.embedding)}) > 1
 
+    def format_of(self, rule: Rule, path: str, shape: Sequence[int]) -> Format:
+        """The format of a tensor that a rule has found."""
+        if path.endswith(("A_log", "dt_bias")):
+            return FP32
+        if "linear_attn.norm" in path:
+            return self.gated_norm
+        if re.search(r"in_proj_(a|b|ba)\.", path):
+            return self.small
+        return getattr(self, rule.format) if rule.format and len(shape) > 1 else BF16
+
 
 def scheme_named(name: str) -> Scheme:
     """One format for all matrices, or ModelOpt's mix: MLP and head NVFP4, projections FP8, the rest bfloat16.
@@ -101,143 +175,82 @@ def scheme_named(name: str) -> Scheme:
     return Scheme(fmt.name, *6 * [fmt])
 
 
+def rule_of(path: str, rules: Sequence[Rule]) -> Rule:
+    """The first rule that finds a path."""
+    return next(rule for rule in rules if re.search(rule.pattern, path))
+
+
 def target_groups(config: HybridConfig, scheme: Scheme, pad_rows: int = 1) -> list[Group]:
     """A hybrid's tensors; `pad_rows`: a GDN layer's packed input rows are padded to a multiple of it."""
-    D, V = config.hidden_size, config.vocab_size
-    gdn, full = layers_of(config)
-    Hv, Dk, Dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    values = Hv * Dv
-    channels = 2 * config.linear_num_key_heads * Dk + values
-    rows = channels + values + 2 * Hv
-    padding = -rows % pad_rows
-    heads, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    attention = ((2 * heads, D), (kv, D), (kv, D))
-
-    inputs = [((channels, D), scheme.mixer), ((values, D), scheme.mixer), *2 * [((Hv, D), scheme.small)]]
-    inputs += [((padding, D), scheme.mixer)] if padding else []
-    norms = ((D,), BF16), ((D,), BF16)
-    gdn_vectors = (
-        *norms,
-        ((channels, config.linear_conv_kernel_dim), BF16),
-        ((Hv,), FP32),
-        ((Hv,), FP32),
-        ((Dv,), scheme.gated_norm),
-    )
-    attention_vectors = (*norms, ((config.head_dim,), BF16), ((config.head_dim,), BF16))
-    padded = f" ({rows:,} rows padded to {rows + padding:,})" if padding else ""
-
-    def matrices(label: str, shapes: Sequence[tuple[int, int]], fmt: Format, count: int, kind: str) -> Group:
-        return Group(label, shapes_text(shapes), (Part(tuple((s, fmt) for s in shapes), count),), kind)
-
-    return [
-        Group(
-            f"GDN in-projection{padded}",
-            f"{rows + padding} × {D}",
-            (Part(tuple(inputs), gdn),),
-            "GDN projections",
-        ),
-        matrices("GDN out-projection", [(D, values)], scheme.mixer, gdn, "GDN projections"),
-        Group(
-            "attention in-projection q, gate, k, v",
-            f"{2 * heads + 2 * kv} × {D}",
-            (Part(tuple((shape, scheme.mixer) for shape in attention), full),),
-            "attention projections",
-        ),
-        matrices("attention out-projection", [(D, heads)], scheme.mixer, full, "attention projections"),
-        *_mlps(config, scheme, matrices),
-        Group(
-            "norms, conv taps, decays, time biases",
-            "vectors",
-            (Part(gdn_vectors, gdn, "GDN"), Part(attention_vectors, full, "attention"), Part((((D,), BF16),), 1)),
-            "small",
-            rows="",
-        ),
-        *_ends(config, scheme, matrices, V, D),
-    ]
+    rules = (*TARGET[:-2], _TIED) if config.tie_word_embeddings else TARGET
+    groups = _groups(Model(config), rules, scheme)
+    for i, group in enumerate(groups):
+        if group.kind == "experts":
+            chosen, experts = config.num_experts_per_tok, config.num_experts
+            groups[i] = replace(group, label=f"experts, {chosen} of {experts} a row", share=chosen / experts)
+    inputs, (part,) = groups[0], groups[0].parts
+    rows, columns = sum(shape[0] for shape, _ in part.tensors), config.hidden_size
+    if padding := -rows % pad_rows:
+        label = f"{inputs.label} ({rows:,} rows padded to {rows + padding:,})"
+        tensors = (*part.tensors, ((padding, columns), scheme.mixer))
+        shape = f"{rows + padding} × {columns}"
+        groups[0] = replace(inputs, label=label, shape=shape, parts=(replace(part, tensors=tensors),))
+    return groups
 
 
-def _mlps(config: HybridConfig, scheme: Scheme, matrices: Callable[..., Group]) -> list[Group]:
-    D, E = config.hidden_size, config.num_experts
-    sparse = sum(map(config.has_experts, range(config.num_hidden_layers)))
-
-    def swiglu(label: str, F: int, count: int) -> Group:
-        return matrices(label, [(F, D), (F, D), (D, F)], scheme.mlp, count, "MLP gate/up/down")
-
-    dense = config.num_hidden_layers - sparse
-    found = [swiglu("SwiGLU gate, up, down", config.intermediate_size, dense)] if dense else []
-    if sparse:
-        F = config.moe_intermediate_size
-        experts = Part(tuple((shape, scheme.mlp) for shape in ((E, F, D), (E, F, D), (E, D, F))), sparse)
-        found += [
-            Group(
-                f"experts, {config.num_experts_per_tok} of {E} a row",
-                f"{E} × ({shapes_text([(F, D), (F, D), (D, F)])})",
-                (experts,),
-                "experts",
-                share=config.num_experts_per_tok / E,
-            ),
-            swiglu("shared expert gate, up, down", config.shared_expert_intermediate_size, sparse),
-            matrices("router and shared gate", [(E, D), (1, D)], scheme.router, sparse, "router"),
-        ]
-    return found
-
-
-def _ends(config: HybridConfig, scheme: Scheme, matrices: Callable[..., Group], V: int, D: int) -> list[Group]:
-    if config.tie_word_embeddings:
-        return [matrices("LM head and token embedding, tied", [(V, D)], scheme.head, 1, "vocabulary head")]
-    embedding = Part((((V, D), scheme.embedding),))
-    return [
-        matrices("LM head", [(V, D)], scheme.head, 1, "vocabulary head"),
-        Group("token embedding (a gather)", f"{V} × {D}", (embedding,), "token embedding", reads=0, rows=""),
-    ]
-
-
-def draft_groups(draft: DraftGeometry, fmt: Format) -> list[Group]:
-    """A block drafter's own tensors: it has no embedding and no head, it runs the target's.
+def draft_groups(config: DrafterConfig, fmt: Format) -> list[Group]:
+    """A block drafter's own tensors without an embedding or a head: it runs the target's.
 
     Codebooks, vectors and the Markov head's gathered table are bfloat16, as published.
     """
-    D, V, F = draft.hidden_size, draft.vocab_size, draft.intermediate_size
-    heads, kv = draft.num_attention_heads * draft.head_dim, draft.num_key_value_heads * draft.head_dim
-    layers, two = draft.num_hidden_layers, draft.kind == DFLASH2
-    dynamic = 2 * draft.conv_kernel_size * D // draft.conv_group_size if two else 0
-    kernels = 2 * [(dynamic, D)] if two else []
-    layer = [(heads, D), (kv, D), (kv, D), *kernels, (D, heads), (F, D), (F, D), (D, F)]
-    base = 2 * [((2, draft.conv_kernel_size, D), BF16)] if two else []
-    vectors = (((D,), BF16), ((D,), BF16), ((draft.head_dim,), BF16), ((draft.head_dim,), BF16), *base)
-    name = {DFLASH2: "DFlash 2", DSPARK: "DSpark"}.get(draft.kind, "DFlash")
-    shape = f"qkv {heads + 2 * kv}, {f'dynamic {dynamic}, ' if two else ''}attention {heads}, SwiGLU {F}"
-
-    def block(label: str, shape: str, tensors: Sequence[Tensor], count: int = 1, **kind) -> Group:
-        kind = {"rows": "block"} | kind
-        return Group(label, shape, (Part(tuple(tensors), count),), "draft", **kind)
-
-    found = [
-        block(f"{name} draft, {layers} layers", shape, [(matrix, fmt) for matrix in layer], layers),
-        block("draft context projection", f"{D} × {draft.taps * D}", [((D, draft.taps * D), fmt)], rows="verify"),
-    ]
-    if draft.selector_rank:
-        book = (V, draft.selector_rank)
-        found += [
-            block("selector codebooks, bf16", f"2 × ({book[0]} × {book[1]})", [(book, BF16)], 2, rows=""),
-            block("selector projection", f"{book[1]} × {D}", [((book[1], D), fmt)]),
-        ]
-    if draft.markov_rank:
-        table = (V, draft.markov_rank)
-        found += [
-            block("Markov W2", f"{V} × {table[1]}", [(table, fmt)], reads=draft.max_width, rows="slots"),
-            block("Markov W1, bf16 (a gather)", f"{V} × {table[1]}", [(table, BF16)], reads=0, rows=""),
-            block("confidence head", f"1 × {D + table[1]}", [((1, D + table[1]), BF16), ((1,), BF16)]),
-        ]
-    ends = Part((((D,), BF16), ((D,), BF16)))
-    found.append(Group("draft norms and kernels", "vectors", (Part(vectors, layers), ends), "draft", rows=""))
-    return found
+    config = replace(config, own_embedding=False, own_head=False, quantization=None)
+    trunk = {DFLASH2: DFlash2Trunk, DSPARK: DSparkTrunk}.get(config.kind, BlockTrunk)(config)
+    name = {DFLASH2: "DFlash 2", DSPARK: "DSpark"}.get(config.kind, "DFlash")
+    heads, kv = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    two = config.kind == DFLASH2
+    dynamic = f"dynamic {2 * config.conv_kernel_size * config.hidden_size // config.conv_group_size}, " if two else ""
+    layers, *others = _groups(trunk, DRAFTER, Scheme("", *6 * [fmt]))
+    label = f"{name} draft, {config.num_hidden_layers} layers"
+    shape = f"qkv {heads + 2 * kv}, {dynamic}attention {heads}, SwiGLU {config.intermediate_size}"
+    slots = [replace(group, reads=config.max_width) if group.rows == "slots" else group for group in others]
+    return [replace(layers, label=label, shape=shape), *slots]
 
 
-def shapes_text(shapes: Sequence[tuple[int, int]]) -> str:
-    """Like "2 × (17408 × 5120), 5120 × 17408"."""
+def _groups(module: nn.Module, rules: Sequence[Rule], scheme: Scheme) -> list[Group]:
+    """The groups of a module's tensors in the order of the rules. mlx is lazy: no array is evaluated."""
+    found: dict[str, dict[str, list[tuple[str, Tensor]]]] = defaultdict(lambda: defaultdict(list))
+    for path, array in tree_flatten(module.parameters()):
+        rule, layer = rule_of(path, rules), re.search(r"layers\.\d+", path)
+        tensor = tuple(array.shape), scheme.format_of(rule, path, array.shape)
+        found[rule.label or rule.name][layer[0] if layer else path].append((path, tensor))
+    groups = []
+    for label, rule in {rule.label or rule.name: rule for rule in reversed(rules)}.items():
+        if label not in found:
+            continue
+        units = found[label].values()
+        counts = Counter((tuple(tensor for _, tensor in unit), _mixer(unit)) for unit in units)
+        parts = tuple(Part(tensors, count, mixer) for (tensors, mixer), count in counts.most_common())
+        # Equal tensors outside the layers stand side by side.
+        layered = any("layers." in path for unit in units for path, _ in unit)
+        shapes = [shape for shape, _ in parts[0].tensors if len(shape) > 1] * (1 if layered else parts[0].count)
+        groups.append(Group(label, _shape(label, shapes), parts, rule.kind, rule.reads, rule.rows))
+    return groups[::-1]
+
+
+def _mixer(unit: Sequence[tuple[str, Tensor]]) -> str:
+    paths = "".join(path for path, _ in unit)
+    return "GDN" if "linear_attn" in paths else "attention" if "self_attn" in paths else ""
+
+
+def _shape(label: str, shapes: Sequence[tuple[int, ...]]) -> str:
+    """Like "2 × (17408 × 5120), 5120 × 17408"; of projections that are packed to one, that one's."""
+    if "norms" in label:
+        return "vectors"
+    if "in-projection" in label:
+        return f"{sum(shape[0] for shape in shapes)} × {shapes[0][-1]}"
     texts = []
     for shape in dict.fromkeys(shapes):
-        one, n = f"{shape[0]} × {shape[1]}", shapes.count(shape)
+        one, n = f"{shape[-2]} × {shape[-1]}", shapes.count(shape)
         texts.append(one if n == 1 else f"{n} × ({one})")
-    return ", ".join(texts)
+    text = ", ".join(texts)
+    return f"{shapes[0][0]} × ({text})" if len(shapes[0]) > 2 else text
