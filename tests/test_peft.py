@@ -107,6 +107,7 @@ CASES = {
     "lora": (hybrid, HYBRID, PLAIN, {}, {}, {"": 6 / 4}),
     "names of a composite model": (hybrid, HYBRID, NESTED, {}, {}, {"": 6 / 4}),
     "mlx-lm's front": (hybrid, HYBRID, "base_model.model.language_model.model.", {}, {}, {"": 6 / 4}),
+    "defaults": (hybrid, HYBRID[:1], PLAIN, {"r": None, "lora_alpha": None}, {"in_proj_qkv": 8}, {"": 8 / 8}),
     "rslora": (hybrid, HYBRID, PLAIN, {"use_rslora": True}, {}, {"": 6 / 4**0.5}),
     "ranks and alphas": (
         hybrid,
@@ -155,6 +156,7 @@ WRONG = {
     "what is new": ({"kasa_config": {"beta": 1}}, {}, "kasa_config {'beta': 1}"),
     "rank": ({"r": "4"}, {}, "r is '4': it must be a positive integer"),
     "alpha": ({"lora_alpha": None, "alpha_pattern": {"q_proj": "x"}}, {}, "q_proj is 'x'"),
+    "no rank": ({"rank_pattern": {"q_proj": 0}}, {}, "q_proj is 0: it must be a positive integer"),
     "pattern": ({"rank_pattern": {"(": 4}}, {}, "'(' is no regular expression"),
     "endless pattern": ({"rank_pattern": {"(a*)*b": 4}}, {}, "'(a*)*b' is too complex"),
     "another rank": ({"r": 8}, {}, "lora_A is mlx.core.float32 [4, 64], should be [8, 64]"),

@@ -47,14 +47,13 @@ def read_adapter(path: Path) -> dict[str, Any]:
         value = shown(config[problems[0]])
         raise ValueError(f"{path}/{CONFIG} has {problems[0]} {value}: specmlx loads plain LoRA and DoRA; {_MERGE}")
     try:
-        read(config, "r", int, 8, above=0)
-        read(config, "lora_alpha", float, 8)
+        config |= {"r": read(config, "r", int, 8, above=0), "lora_alpha": read(config, "lora_alpha", float, 8)}
         for name in ("use_rslora", "use_dora"):
             read(config, name, bool, False)
-        for name, kind in (("rank_pattern", int), ("alpha_pattern", float)):
+        for name, kind, above in (("rank_pattern", int, 0), ("alpha_pattern", float, None)):
             for pattern in (patterns := read(config, name, dict, {})):
                 _check_pattern(pattern)
-                read(patterns, pattern, kind)
+                read(patterns, pattern, kind, above=above)
     except ValueError as error:
         raise ValueError(f"{path}/{CONFIG}: {error}") from None
     return config
@@ -109,8 +108,8 @@ def _layer(name: str, linear: nn.Module, parts: dict[str, mx.array], config: dic
     names = ["lora_A", "lora_B"] + ["lora_magnitude_vector"] * dora
     if parts.keys() != set(names):
         raise ValueError(f"has {', '.join(sorted(parts))}, should have {', '.join(names)}")
-    rank = _by_pattern(config.get("rank_pattern"), name, config.get("r", 8))
-    alpha = _by_pattern(config.get("alpha_pattern"), name, config.get("lora_alpha", 8))
+    rank = _by_pattern(config.get("rank_pattern"), name, config["r"])
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
     outputs, inputs = _shape(linear)
     for part, want in zip(names, ((rank, inputs), (outputs, rank), (outputs,)), strict=False):
         if parts[part].shape != want or not mx.issubdtype(parts[part].dtype, mx.floating):
