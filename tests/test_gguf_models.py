@@ -221,7 +221,7 @@ def test_the_rope_turns_rows_as_ggml_does(arch, name, freqs, tmp_path):
 
 
 REFUSED = {
-    "another scaling": ({"type": "longrope"}, "rope.scaling.type is longrope"),
+    "another scaling": ({"type": "longrope"}, "rope.scaling.type is 'longrope'"),
     "a type of another kind": ({"type": 3}, "rope.scaling.type is 3"),
     "a key of another model": ({"type": "linear", "factor": 2.0, "alpha": 3.0}, "rope.scaling.alpha is 3.0"),
     "a factor that can't be": ({"type": "linear", "factor": -2.0}, "rope.scaling.factor is -2.0"),

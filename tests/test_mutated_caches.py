@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import ArraysCache
 from mlx_lm.models.cache import load_prompt_cache as stock_load
 from rig import SMALL, mlx_lm_twin, small_tokenizer, tiny
 
@@ -257,3 +258,11 @@ def test_states_of_other_sizes_under_the_models_own_name_are_refused(model, toke
     for held in (load_prompt_cache(tmp_path / "a"), loaded):
         with pytest.raises(ValueError, match="layer 1 is another model's"):
             list(stream_generate(model, tokenizer, [*IDS, 5, 6], 2, prompt_cache=held))
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_cache_of_mlx_lms_whose_state_is_not_two_arrays_is_refused(count, model, tokenizer):
+    caches = model.make_cache()
+    caches[0] = ArraysCache(count)
+    with pytest.raises(ValueError, match=f"layer 0 has {count} arrays, not the 2 of a state"):
+        list(stream_generate(model, tokenizer, IDS, 1, prompt_cache=caches))

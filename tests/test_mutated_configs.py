@@ -52,6 +52,9 @@ def loaded(load, path: Path):
 def rope_of(config_class, config: dict) -> dict:
     """What transformers reads of the rope; it has no defaults for null."""
     fields = {name: value for name, value in config.items() if name in ROPE and value is not None}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            fields[name] = {key: part for key, part in value.items() if part is not None}
     read = config_class(head_dim=config.get("head_dim") or 16, **json.loads(json.dumps(fields)))
     read.standardize_rope_params()
     return {name: value for name, value in read.rope_parameters.items() if value is not None}
@@ -102,3 +105,44 @@ def test_50_changed_drafters_are_refused_or_propose_as_before_where_nothing_read
         if different <= UNREAD:
             assert mx.array_equal(propose(found), before).item(), config
     assert count >= 5
+
+
+def test_75_changed_stop_tokens_are_refused_or_the_union_of_what_the_files_name(tmp_path):
+    rng, outcomes = random.Random(16), set()
+    original = TINY | SMALL
+    save_model(tmp_path, mlx_lm_twin(tiny(0, **SMALL), **SMALL))
+    for _ in range(75):
+        named = [rng.choice([*range(9), [1, 7], [], [2, 2], None, *ODD]) for _ in range(3)]
+        named = [value if rng.random() < 0.5 else rng.choice([3, [4, 5], None]) for value in named]
+        top, text, generation = ({"eos_token_id": value} for value in named)
+        save_config({"model_type": "qwen3_5", "text_config": original | text} | top, tmp_path / "config.json")
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        found = loaded(lambda path: load_target(path, lazy=True), tmp_path)
+        outcomes.add(found is None)
+        if found is not None:
+            lists = [value if isinstance(value, list) else [value] for value in named if value is not None]
+            ids = found[1].get("eos_token_id") or []
+            assert {*(ids if isinstance(ids, list) else [ids])} == {i for ids in lists for i in ids}, named
+            assert all(type(i) is int and i >= 0 for ids in lists for i in ids), named
+    assert outcomes == {True, False}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "a\nb" * 2000},
+        {"model_file": "a\nb" * 2000},
+        {"eos_token_id": "a\nb" * 2000},
+        {"eos_token_id": ["\n"]},
+    ],
+)
+def test_a_value_is_shown_in_one_line_however_long_it_is(changes, tmp_path):
+    save_config(TINY | SMALL | changes, tmp_path / "config.json")
+    assert loaded(load_target, tmp_path) is None
+
+
+def test_the_tensors_of_a_drafter_that_do_not_fit_are_named_four_at_most(tmp_path):
+    path = write_drafter(tmp_path, golden_config("dflash2_full") | {"head_dim": 4}, case_weights("dflash2_full"))
+    with pytest.raises(ValueError, match=r"should be \[4\]; .+; and \d+ more$") as error:
+        load_drafter(path, golden_target(), mx.float32)
+    assert len(str(error.value).replace(str(path), "")) < 400

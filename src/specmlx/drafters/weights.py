@@ -45,7 +45,7 @@ def check_names(model: nn.Module, weights: dict[str, mx.array], path: Path) -> N
     ):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            problems.append(f"{what} {', '.join(sorted(names)[:5])}{more}")
+            problems.append(f"{what} {', '.join(name[:80] for name in sorted(names)[:5])}{more}")
     for name in sorted(wanted.keys() & weights.keys()):
         have, want = weights[name], wanted[name]
         if have.shape != want.shape:
@@ -53,4 +53,5 @@ def check_names(model: nn.Module, weights: dict[str, mx.array], path: Path) -> N
         elif mx.issubdtype(have.dtype, mx.floating) != mx.issubdtype(want.dtype, mx.floating):
             problems.append(f"{name} is {have.dtype}, which config.json says nothing about")
     if problems:
-        raise ValueError(f"the weights in {path} don't fit its config.json: {'; '.join(problems)}")
+        more = f"; and {len(problems) - 4} more" if len(problems) > 4 else ""
+        raise ValueError(f"the weights in {path} don't fit its config.json: {'; '.join(problems[:4])}{more}")

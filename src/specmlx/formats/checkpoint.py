@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.formats.atomic import write_atomically
+from specmlx.formats.config import shown
 from specmlx.formats.header import MOST, Entry, read_header, read_small
 
 DTYPES = {
@@ -67,7 +68,7 @@ def eos_token_ids(config: dict[str, Any], path: Path) -> dict[str, list[int]]:
         value = part.get("eos_token_id") if isinstance(part, dict) else None
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if bad := [i for i in ids if type(i) is not int or i < 0]:
-            raise ValueError(f"{path}: eos_token_id of {where} is {value!s:.40}: {bad[0]!s:.40} is no token id")
+            raise ValueError(f"{path}: eos_token_id of {where} is {shown(value)}: {shown(bad[0])} is no token id")
         found |= dict.fromkeys(ids)
     return {"eos_token_id": list(found)} if found else {}
 

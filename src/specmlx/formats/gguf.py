@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specmlx.formats.header import regular_size
+from specmlx.formats.header import MOST_NAME, regular_size
 
 # Name of a tensor's type, values in a block of it, bytes of a block.
 TYPES = {
@@ -99,7 +99,9 @@ class _Reader:
             )
         metadata = {}
         for _ in range(pairs):
-            key = self._string()
+            key = self._name()
+            if key in metadata:
+                raise ValueError(f"it has two values of {key}")
             metadata[key] = self._value(self._number("I"))
         entries = [self._entry() for _ in range(tensors)]
         align = metadata.get("general.alignment", 32)
@@ -136,7 +138,7 @@ class _Reader:
         return tensors
 
     def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, axes = self._string(), self._number("I")
+        name, axes = self._name(), self._number("I")
         if not 1 <= axes <= 4:
             raise ValueError(f"tensor {name[:80]} has {axes} axes")
         shape = tuple(self._number("Q") for _ in range(axes))[::-1]
@@ -158,6 +160,12 @@ class _Reader:
             data = self._bytes(length * struct.calcsize(f"<{_NUMBERS[kind]}"))
             return list(struct.unpack(f"<{length}{_NUMBERS[kind]}", data))
         return [self._value(kind, depth + 1) for _ in range(length)]
+
+    def _name(self) -> str:
+        name = self._string()
+        if len(name) > MOST_NAME or not name.isprintable():
+            raise ValueError(f"{name[:40]!r} is no name of a tensor or a key")
+        return name
 
     def _string(self) -> str:
         return self._bytes(self._number("Q")).decode()

@@ -18,6 +18,8 @@ _NAMES = {
 BITS = {name: bits for bits, names in _NAMES.items() for name in names.split()}
 # Bytes of a header, as in the safetensors library, and of any other file that is read whole.
 MOST = 100_000_000
+# Characters of a tensor's name, which messages show.
+MOST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,8 @@ def _entry(name: str, value: Any, size: int) -> Entry:
     whole = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
     if not isinstance(dtype, str) or dtype not in BITS or not whole or not all(map(_natural, [*shape, *offsets])):
         raise ValueError(f"its header's entry for {name[:80]!r} is none of safetensors'")
+    if len(name) > MOST_NAME or not name.isprintable():
+        raise ValueError(f"its header has {name[:40]!r}, which is no name of a tensor")
     start, end = offsets
     if not start <= end or math.prod(shape) * BITS[dtype] != 8 * (end - start):
         raise ValueError(f"its header says {end - start} bytes for {name[:80]!r}, a {dtype} of {str(shape)[:80]}")

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path
 
 from specmlx.formats.checkpoint import eos_token_ids, read_config, read_weights, tensors_of
+from specmlx.formats.config import shown
 from specmlx.formats.dense import column_major
 from specmlx.formats.header import Entry
 from specmlx.formats.quantization import scheme, scheme_name
@@ -121,7 +122,7 @@ def check_sizes(config: dict[str, Any], tensors: dict[str, Entry], path: Path) -
             if type(value) in (int, float) and name.endswith(SIZE_NAMES) and not name.startswith("max_"):
                 # Some models say -1 for none.
                 if not -1 <= value <= most.get(name, most["num_experts"]):
-                    raise ValueError(f"{path}/config.json: {name} is {value!s:.40}, which its weights can't have")
+                    raise ValueError(f"{path}/config.json: {name} is {shown(value)}, which its weights can't have")
 
 
 def _load_scaled(weights: dict[str, mx.array], config: dict[str, Any], strict: bool) -> Model:
@@ -173,13 +174,13 @@ def _check_known(config: dict[str, Any], path: Path) -> None:
     from mlx_lm.utils import _get_classes
 
     if config.get("model_file") is not None:
-        raise ValueError(f"{path} asks for its own code (model_file {config['model_file']!s:.40}): specmlx runs none")
+        raise ValueError(f"{path} asks for its own code (model_file {shown(config['model_file'])}): specmlx runs none")
     try:
         _get_classes(config)
     except ValueError:
         kind = config["model_type"]
         raise ValueError(
-            f"{path} has model_type {kind!r}, which mlx-lm {__version__} can't run: try a newer one"
+            f"{path} has model_type {shown(kind)}, which mlx-lm {__version__} can't run: try a newer one"
         ) from None
 
 

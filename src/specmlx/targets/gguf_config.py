@@ -4,6 +4,7 @@ import math
 import re
 from typing import Any
 
+from specmlx.formats.config import shown
 from specmlx.formats.gguf import GGUF
 from specmlx.formats.gguf_blocks import to_mlx
 from specmlx.targets.config import FULL, LINEAR
@@ -95,7 +96,7 @@ class _Keys:
         return self._checked(key, default, (int, float), math.inf, "a positive number")
 
     def refused(self, key: str, why: str) -> ValueError:
-        return ValueError(f"{self.arch}.{key} is {self.get(key)!s:.40}{why}")
+        return ValueError(f"{self.arch}.{key} is {shown(self.get(key))}{why}")
 
     def _checked(self, key: str, default: Any, kinds: tuple[type, ...], most: float, what: str) -> Any:
         value = self.metadata.get(f"{self.arch}.{key}", default)

@@ -36,7 +36,9 @@ def import_caches(caches: list, states: LayerStates, heads: tuple[int, int]) -> 
             for x in () if cache.empty() else layers[-1]:
                 _check_shape(i, (x.shape[1], x.shape[3]), heads)
         else:
-            conv, S = cache[0], cache[1]
+            if len(cache.cache) != 2:
+                raise ValueError(f"prompt_cache layer {i} has {len(cache.cache)} arrays, not the 2 of a state")
+            conv, S = cache.cache
             if (S is None) != (conv is None):
                 raise ValueError(f"prompt_cache layer {i} holds half of a state")
             layers.append(empty if S is None else Recurrent(S, conv))
