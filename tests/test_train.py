@@ -33,12 +33,11 @@ from specmlx.loading import load, load_drafter
 from specmlx.receipts.evaluation import Acceptance
 from specmlx.speculation.policy import Policy
 from specmlx.targets.config import HybridConfig
-from specmlx.training.answers import Answers, Dialogue
+from specmlx.training.answers import Answers, Dialogue, distinct_3grams
 from specmlx.training.batches import Batches
 from specmlx.training.dataset import Row, read_rows
 from specmlx.training.geometry import KINDS, drafter_config
 from specmlx.training.loop import Schedule, train
-from specmlx.training.repetition import distinct_3grams
 from specmlx.training.run import Run, Settings, check_room
 
 FORMS = [
@@ -327,7 +326,7 @@ def test_bad_options_end_in_one_line_and_write_nothing(options, says, target, da
 def test_answers_are_the_targets_own_and_made_once(target, data, tmp_path):
     model, tokenizer = load(str(target), draft_model=None)
     rows = read_rows(data)[:5]
-    made = Answers(model, tokenizer, tmp_path / "answers.jsonl", max_tokens=6, max_length=64, max_lanes=3)
+    made = Answers(model, tokenizer, tmp_path / "answers.jsonl", Settings({}, max_tokens=6, max_length=64), max_lanes=3)
     dialogues = made.of(rows)
     for row, dialogue in zip(rows, dialogues, strict=True):
         prompt = row.ids(tokenizer)
@@ -338,7 +337,7 @@ def test_answers_are_the_targets_own_and_made_once(target, data, tmp_path):
     lines = (tmp_path / "answers.jsonl").read_bytes()
     (tmp_path / "answers.jsonl").write_bytes(lines[:-9])
     assert made.of(rows) == dialogues
-    fresh = Answers(model, tokenizer, tmp_path / "answers.jsonl", max_tokens=6, max_length=64)
+    fresh = Answers(model, tokenizer, tmp_path / "answers.jsonl", Settings({}, max_tokens=6, max_length=64))
     assert len(fresh._known) == 4
     assert fresh.of(rows) == dialogues and (tmp_path / "answers.jsonl").read_bytes() == lines
 

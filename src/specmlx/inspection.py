@@ -58,9 +58,8 @@ class Inspection:
         kind: the model type, or the kind of drafter.
         packaging: who wrote the weights, and how.
         geometry: the sizes that the config names.
-        groups: tensors and bytes by what they are for.
-        bytes: of all tensors.
         bytes_per_pass: what one pass over one row reads of them; of experts the share that a token is sent to.
+        groups: tensors and bytes by what they are for.
         questions: what the files leave open, or why specmlx refuses them, a line each.
     """
 
@@ -69,15 +68,21 @@ class Inspection:
     kind: str
     packaging: str
     files: int
-    tensors: int
-    bytes: int
     bytes_per_pass: int
     groups: dict[str, Group]
     geometry: dict[str, Any] = field(default_factory=dict)
     questions: list[str] = field(default_factory=list)
 
+    @property
+    def tensors(self) -> int:
+        return sum(group.tensors for group in self.groups.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(group.bytes for group in self.groups.values())
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"tensors": self.tensors, "bytes": self.bytes}
 
 
 def inspect_path(path: Path) -> Inspection:
@@ -98,19 +103,8 @@ def inspect_tensors(name: str, config: dict[str, Any], tensors: dict[str, Entry]
     except _UNFIT as error:
         what, kind, geometry, questions = TARGET, "unknown", {}, [_one_line(error)]
     groups = _groups({name: entry.nbytes for name, entry in tensors.items()})
-    return Inspection(
-        path=name,
-        what=what,
-        kind=kind,
-        packaging=packaging(config, tensors),
-        files=files,
-        tensors=len(tensors),
-        bytes=sum(entry.nbytes for entry in tensors.values()),
-        bytes_per_pass=_per_pass(groups, config, what),
-        groups=groups,
-        geometry=geometry,
-        questions=questions,
-    )
+    form, nbytes = packaging(config, tensors), _per_pass(groups, config, what)
+    return Inspection(name, what, kind, form, files, nbytes, groups, geometry, questions)
 
 
 def packaging(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
@@ -228,16 +222,6 @@ def _inspect_gguf(path: Path, files: list[Path]) -> Inspection:
     except ValueError as error:
         questions.append(_one_line(error))
     kinds = sorted({info.kind for info in tensors.values()})
-    return Inspection(
-        path=str(path),
-        what=TARGET,
-        kind=str(parts[0].metadata.get("general.architecture")) if parts else "unknown",
-        packaging=f"GGUF, {', '.join(kinds)}",
-        files=len(files),
-        tensors=len(tensors),
-        bytes=sum(group.bytes for group in groups.values()),
-        bytes_per_pass=_per_pass(groups, config, TARGET),
-        groups=groups,
-        geometry=geometry,
-        questions=questions,
-    )
+    kind = str(parts[0].metadata.get("general.architecture")) if parts else "unknown"
+    form, nbytes = f"GGUF, {', '.join(kinds)}", _per_pass(groups, config, TARGET)
+    return Inspection(str(path), TARGET, kind, form, len(files), nbytes, groups, geometry, questions)

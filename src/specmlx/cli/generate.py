@@ -179,29 +179,17 @@ def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | str) -> None:
 
 def record(text: str, tokens: list[int], last: Any) -> dict[str, Any]:
     """What `--json` prints of an answer, `last` being its last GenerationResponse."""
-    stats = last.stats
+    stats, sizes = last.stats, ("prompt_tokens", "cached_tokens", "generation_tokens")
+    counts = ("rounds", "draft_passes", "proposed", "accepted", "acceptance_length", "accept_histogram")
     return {
         "text": text,
         "tokens": tokens,
-        "prompt_tokens": last.prompt_tokens,
-        "cached_tokens": last.cached_tokens,
-        "generation_tokens": last.generation_tokens,
-        "rounds": stats.rounds,
-        "draft_passes": stats.draft_passes,
-        "proposed": stats.proposed,
-        "accepted": stats.accepted,
-        "acceptance_length": stats.acceptance_length,
-        "accept_histogram": stats.accept_histogram,
-        "prefill_seconds": stats.prefill_seconds,
-        "decode_seconds": stats.decode_seconds,
-        "phases": stats.phases,
-        "prompt_tps": last.prompt_tps,
-        "generation_tps": last.generation_tps,
+        **{name: getattr(last, name) for name in sizes},
+        **{name: getattr(stats, name) for name in (*counts, "prefill_seconds", "decode_seconds", "phases")},
+        **{name: getattr(last, name) for name in ("prompt_tps", "generation_tps")},
         "end_to_end_tps": last.generation_tokens / max(stats.prefill_seconds + stats.decode_seconds, 1e-9),
-        "peak_memory": last.peak_memory,
-        "finish_reason": last.finish_reason,
-        "mode": stats.mode,
-        "reason": stats.reason,
+        **{name: getattr(last, name) for name in ("peak_memory", "finish_reason")},
+        **{name: getattr(stats, name) for name in ("mode", "reason")},
     }
 
 

@@ -1,6 +1,7 @@
 """`specmlx models`: known targets and their drafters, and what of both is on this machine."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -71,18 +72,11 @@ def _found() -> dict[str, Any]:
     targets = []
     for target in KNOWN:
         needed = target.billions * BITS / 8 if target.billions else None
-        drafters = [
-            {**vars(drafter), "taps": list(drafter.taps), "cached": here(drafter.id)} for drafter in target.drafters
-        ]
-        targets.append(
-            {
-                "ids": list(target.ids),
-                "cached": [name for name in target.ids if here(name)],
-                "gb_in_4_bits": needed,
-                "fits": None if needed is None else needed * 1e9 <= memory,
-                "drafters": drafters,
-            }
-        )
+        found = asdict(target) | {"cached": [name for name in target.ids if here(name)], "gb_in_4_bits": needed}
+        found["fits"] = None if needed is None else needed * 1e9 <= memory
+        for drafter in found["drafters"]:
+            drafter["cached"] = here(drafter["id"])
+        targets.append(found)
     others = []
     for key, repo in cached.items():
         if key in listed:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import click
 
 from specmlx.demo.tasks import KINDS, Example, held_out_examples
-from specmlx.training.repetition import distinct_3grams
+from specmlx.training.answers import distinct_3grams
 
 PER_KIND = 40
 

@@ -15,11 +15,17 @@ import numpy as np
 from specmlx.batch import Jobs
 from specmlx.speculation.sampling import make_sampler
 from specmlx.training.dataset import Row
-from specmlx.training.repetition import distinct_3grams
+from specmlx.training.settings import Settings
 
 # An answer of this many tokens or more that repeats itself teaches a drafter nothing but loops.
 LOOP_LENGTH, DISTINCT = 24, 0.5
 LONG, LOOPS, SHORT = "too long", "goes round in circles", "too short"
+
+
+def distinct_3grams(tokens: Sequence[int]) -> float:
+    """Share of a text's token 3-grams that are distinct; 1 for a text of fewer than three tokens."""
+    grams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
+    return len(set(grams)) / len(grams) if grams else 1.0
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,8 @@ class Dialogue:
 class Answers:
     """The target's answers to rows, each made once, and read back from `path` by a run that goes on.
 
-    An answer depends on its row and the settings alone: greedy, or with a seed that comes from `seed` and the row.
-    max_tokens: -1 is as many as `max_length` leaves room for. seconds, made: what the new answers took, and how many.
+    An answer depends on its row and the settings alone: greedy, or with a seed of the settings and the row. Their
+    max_tokens -1 is as many as max_length leaves room for. seconds, made: what the new answers took, and how many.
     """
 
     def __init__(
@@ -46,20 +52,12 @@ class Answers:
         model: Any,
         tokenizer: Any,
         path: Path,
-        *,
-        max_tokens: int,
-        max_length: int,
-        temp: float = 0.0,
-        seed: int = 0,
+        settings: Settings,
         max_lanes: int = 16,
-        chat_template_config: dict[str, Any] | None = None,
     ):
         self.jobs = Jobs(model, tokenizer, draft_model=None)
-        self.path = path
-        self.max_tokens, self.max_length = max_tokens, max_length
-        self.sampler = make_sampler(temp) if temp else None
-        self.seed, self.max_lanes = seed, max_lanes
-        self.chat_template_config = chat_template_config
+        self.path, self.settings, self.max_lanes = path, settings, max_lanes
+        self.sampler = make_sampler(settings.temp) if settings.temp else None
         self.seconds, self.made = 0.0, 0
         self._known: dict[str, Dialogue | str] = dict(_read(path))
 
@@ -87,20 +85,20 @@ class Answers:
         return [sequence for sequence in found if isinstance(sequence, Dialogue)]
 
     def _make(self, rows: Sequence[Row]) -> list[Dialogue | str]:
-        scheduler = self.jobs.scheduler(max_lanes=self.max_lanes)
-        prompts = [row.ids(self.jobs.tokenizer, self.chat_template_config) for row in rows]
+        s, scheduler = self.settings, self.jobs.scheduler(max_lanes=self.max_lanes)
+        prompts = [row.ids(self.jobs.tokenizer, s.chat_template_config) for row in rows]
         answers: list[list[int]] = [[] for _ in rows]
         failures: list[Exception] = []
         for row, prompt, answer in zip(rows, prompts, answers, strict=True):
-            room = self.max_length + 1 - len(prompt)
-            room = room if self.max_tokens < 0 else min(self.max_tokens, room)
+            room = s.max_length + 1 - len(prompt)
+            room = room if s.max_tokens < 0 else min(s.max_tokens, room)
             if row.text is not None or room < 1:
                 continue
             scheduler.add(
                 self.jobs.new(
                     prompt,
                     room,
-                    seed=(self.seed << 64) + int(row.key, 16) if self.sampler else None,
+                    seed=(s.seed << 64) + int(row.key, 16) if self.sampler else None,
                     sampler=self.sampler,
                     emit=lambda response, answer=answer: answer.append(response.token),
                     done=lambda error: failures.append(error) if error else None,
@@ -116,7 +114,7 @@ class Answers:
 
     def _sequence(self, row: Row, prompt: list[int], answer: list[int]) -> Dialogue | str:
         if row.text is not None:
-            ids = prompt[: self.max_length + 1]
+            ids = prompt[: self.settings.max_length + 1]
             return Dialogue(ids, 0) if len(ids) > 2 else SHORT
         if not answer:
             return LONG

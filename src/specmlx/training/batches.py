@@ -9,6 +9,7 @@ import numpy as np
 from specmlx.training.answers import Answers, Dialogue
 from specmlx.training.dataset import Row
 from specmlx.training.drafter import sample_anchors
+from specmlx.training.settings import Settings
 
 PAD = 16
 
@@ -22,20 +23,9 @@ class Batches:
     Of a batch all sequences are about as long; they are padded on the right to the longest, rounded up to 16.
     """
 
-    def __init__(
-        self,
-        answers: Answers,
-        rows: Sequence[Row],
-        *,
-        batch_size: int,
-        anchors: int,
-        seed: int = 0,
-        pool: int = 64,
-        repeats: int = 2,
-    ):
-        self.answers, self.rows = answers, list(rows)
-        self.batch_size, self.anchors, self.seed = batch_size, anchors, seed
-        self.pool, self.repeats = max(pool, batch_size), repeats
+    def __init__(self, answers: Answers, rows: Sequence[Row], settings: Settings):
+        self.answers, self.rows, self.settings = answers, list(rows), settings
+        self.pool = max(settings.pool, settings.batch_size)
         # The first step of each visit to a pool, and what is learned in it.
         self._firsts: list[int] = [0]
         self._visits: list[list[list[Dialogue]]] = []
@@ -49,19 +39,22 @@ class Batches:
             self._visit(len(self._visits))
         visit = bisect_right(self._firsts, step) - 1
         batch = self._visits[visit][step - self._firsts[visit]]
-        return arrays(batch, self.anchors, np.random.default_rng([self.seed, 1, step]))
+        return arrays(batch, self.settings.anchors, self._random(1, step))
+
+    def _random(self, *numbers: int) -> np.random.Generator:
+        return np.random.default_rng([self.settings.seed, *numbers])
 
     def _visit(self, number: int) -> None:
         pools = -(-len(self.rows) // self.pool)
         turn, pool = divmod(number, pools)
-        order = np.random.default_rng([self.seed, 2, turn]).permutation(len(self.rows))
+        order = self._random(2, turn).permutation(len(self.rows))
         before, chosen = order[: pool * self.pool], order[pool * self.pool : (pool + 1) * self.pool]
         if turn == 0 and pool:
-            again = min(len(before), self.pool * (self.repeats - 1))
-            more = np.random.default_rng([self.seed, 5, number]).choice(before, again, replace=False)
+            again = min(len(before), self.pool * (self.settings.repeats - 1))
+            more = self._random(5, number).choice(before, again, replace=False)
             chosen = np.concatenate([chosen, more])
         rows = [self.rows[i] for i in chosen]
-        batches = batched(self.answers.of(rows), self.batch_size, np.random.default_rng([self.seed, 3, number]))
+        batches = batched(self.answers.of(rows), self.settings.batch_size, self._random(3, number))
         # Only the newest visits are ever asked for again.
         self._visits.append(batches)
         if number >= 2:

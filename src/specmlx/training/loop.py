@@ -10,10 +10,10 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from specmlx.formats.atomic import write_atomically
-from specmlx.training.checkpoints import load_checkpoint, save_checkpoint
+from specmlx.formats.checkpoint import save_atomically
 
 Batch = tuple[mx.array, ...]
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
@@ -102,6 +102,28 @@ def train(
             saved = step + 1
         if record is not None:
             yield record
+
+
+def save_checkpoint(path: Path, step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Write `path` (safetensors) so that a crash leaves the old file or the new one, never half of one."""
+    arrays = {f"model.{k}": v for k, v in tree_flatten(model.trainable_parameters())}
+    arrays |= {f"optimizer.{k}": v for k, v in tree_flatten(optimizer.state)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_atomically(path, arrays, {"step": str(step)})
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
+    """Restore model and optimizer in place and return the step. Raises ValueError where the file is another model's."""
+    arrays, metadata = mx.load(str(path), return_metadata=True)
+    parameters = {k.removeprefix("model."): v for k, v in arrays.items() if k.startswith("model.")}
+    expected = dict(tree_flatten(model.trainable_parameters()))
+    if {k: v.shape for k, v in parameters.items()} != {k: v.shape for k, v in expected.items()}:
+        raise ValueError(f"{path} holds another model's parameters: remove it or train elsewhere")
+    model.update(tree_unflatten(list(parameters.items())))
+    state = [(k.removeprefix("optimizer."), v) for k, v in arrays.items() if k.startswith("optimizer.")]
+    optimizer.state = tree_unflatten(state)
+    mx.eval(model.parameters(), optimizer.state)
+    return int(metadata["step"])
 
 
 def _cut_log(log: Path, step: int) -> None:

@@ -1,5 +1,6 @@
 """One training of a drafter in a folder of its own: begun, interrupted, gone on with, finished."""
 
+import fcntl
 import json
 import shutil
 import time
@@ -7,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import mlx.core as mx
 import numpy as np
@@ -26,12 +27,11 @@ from specmlx.training.batches import Batches, arrays, batched
 from specmlx.training.dataset import Row
 from specmlx.training.drafter import DraftLoss, draft_loss
 from specmlx.training.export import check_export, export
-from specmlx.training.lock import LOCK, locked
 from specmlx.training.loop import CHECKPOINT, Batch, Schedule, train
 from specmlx.training.settings import Settings
 
 FOLDER, SETTINGS = TRAINING.split("/")
-ANSWERS = "answers.jsonl"
+ANSWERS, LOCK = "answers.jsonl", "lock"
 # Half cross-entropy with the target's distribution, half distance: what the demo's drafters learned best with.
 LOSSES = {
     DFLASH: DraftLoss(soft=0.5, l1=0.5),
@@ -78,32 +78,15 @@ class Run:
             check_export(self.drafter.config, packaging)
         check_room(out, self.parameters)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = locked(self.folder)
+        self._lock = _locked(self.folder)
         self._write(self.settings)
         s = self.settings
         if s.steps is None:
             # How long the steps of a calibration took that was cut short is not known: it begins again.
             for name in (CHECKPOINT, ANSWERS):
                 (self.folder / name).unlink(missing_ok=True)
-        self.answers = Answers(
-            model,
-            tokenizer,
-            self.folder / ANSWERS,
-            max_tokens=s.max_tokens,
-            max_length=s.max_length,
-            temp=s.temp,
-            seed=s.seed,
-            chat_template_config=s.chat_template_config,
-        )
-        self.batches = Batches(
-            self.answers,
-            self.learned,
-            batch_size=s.batch_size,
-            anchors=s.anchors,
-            seed=s.seed,
-            pool=s.pool,
-            repeats=s.repeats,
-        )
+        self.answers = Answers(model, tokenizer, self.folder / ANSWERS, s)
+        self.batches = Batches(self.answers, self.learned, s)
         self.loss = draft_loss(self.drafter, model, LOSSES[s.kind], s.grad_checkpoint)
 
     @property
@@ -276,6 +259,17 @@ def _begun_with(path: str, model: Model | AnyLM) -> BlockDrafter:
     # In the storage order that a checkpoint gives them back in, on which a product's bits may depend.
     drafter.model.update(tree_map(mx.contiguous, parameters))
     return drafter
+
+
+def _locked(folder: Path) -> IO:
+    """A file that keeps other processes' trainings out of a folder until it is closed, or its process ends."""
+    file = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ValueError(f"another training runs in {folder}: wait for its end, or choose another --out") from None
+    return file
 
 
 def _counts(path: Path) -> bool:
