@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from specmlx.cli import main
 from specmlx.receipts.chips import CHIPS, chip_named
 from specmlx.receipts.geometry import TARGETS, published_drafter, stored_format
-from specmlx.receipts.roofline import Roofline, acceptance_of, asked
+from specmlx.receipts.roofline import Roofline
 from specmlx.receipts.tensors import scheme_named, target_groups
 
 QWEN = TARGETS["qwen3.8-27b"]
@@ -159,7 +159,10 @@ def test_splash_four_lanes_at_170_aggregate_are_156_GB_per_second():
 
 
 def test_a_pass_gives_1_plus_7_times_the_acceptance_ratio():
-    assert SPLASH.rows == 8 and acceptance_of(1 + 7 * 0.5, 7) == 0.5
+    text = printed("--tau", 4.5, "--bandwidth", 307)
+    assert SPLASH.rows == 8 and text.endswith(
+        "4.50 = 1 + 7 × 0.500 tokens per pass: that share of the drafted tokens accepted.\n"
+    )
 
 
 LITHOS_TABLE = [
@@ -240,8 +243,8 @@ def test_eight_rows_in_4_bits_ask_for_about_all_multiply_adds_of_a_chip_before_M
 ):
     per_weight = scheme_named("affine-4").mlp.bits_per_weight / 8
     assert per_weight == 0.5625
-    assert f"{asked(1, bandwidth, per_weight) / 1e9:.0f}" == weights
-    rate = asked(8, bandwidth, per_weight)
+    assert f"{bandwidth / per_weight:.0f}" == weights
+    rate = 8 * bandwidth * 1e9 / per_weight
     assert f"{rate / 1e12:.1f}" == multiply_adds
     assert chip_named(chip).multiply_adds / 1e12 == pytest.approx(peak, rel=0.03)
     assert 0.93 < rate / chip_named(chip).multiply_adds < 1.10
@@ -272,7 +275,7 @@ def test_splash_table_is_printed_with_its_digits():
     assert "33,280 B (32.5 KiB) a token" in text and cells(text, "KV cache")[-1] == "1.09"
     assert "48 × 48 × 128 × 128 (144 MiB) + conv inputs 48 × 64 KiB (3 MiB)  147 MiB  read + written  0.31" in text
     assert "16.73 GB with a short prompt, 17.82 GB at 32K" in text
-    assert cells(text, "74 tok/s at τ 4.80 is") == ["258", "GB/s"]
+    assert cells(text, "74 tok/s at 4.80 tokens per pass is") == ["258", "GB/s"]
     last = {line.split("  ")[0]: line.split() for line in text.splitlines() if line.startswith("M5")}
     assert last["M5 Max 32-core"][-3:] == ["109", "%", "impossible"] and last["M5 Pro"][-5:-3] == ["84", "%"]
 
@@ -286,9 +289,9 @@ def test_a_number_or_a_chip_is_a_bandwidth():
     assert cells(text, "given") == ["614.4", "34.3"]
     assert cells(printed("--draft-kind", "none", "--bandwidth", "m5-pro"), "M5 Pro") == ["307", "20.8"]
     text = printed("--bandwidth", "m5-max-32", "--claim", "144@4.8")
-    assert "144 tok/s at τ 4.80 is 502 GB/s: 109 % of 460 GB/s (M5 Max 32-core): impossible" in text
+    assert "144 tok/s at 4.80 tokens per pass is 502 GB/s: 109 % of 460 GB/s (M5 Max 32-core): impossible" in text
     text = printed("--lanes", 4, "--bandwidth", 307, "--claim", "170@4.8")
-    assert "170 tok/s aggregate at τ 4.80 is 156 GB/s: 51 % of 307 GB/s\n" in text
+    assert "170 tok/s aggregate at 4.80 tokens per pass is 156 GB/s: 51 % of 307 GB/s\n" in text
 
 
 def test_json_is_one_object_of_whole_bytes():
@@ -379,12 +382,14 @@ def test_a_drafters_own_config_gives_its_shape():
         (["--bandwidth", "M9"], "unknown chip 'M9'"),
         (["--bandwidth", "M5 Max"], "is one of M5 Max 32-core, M5 Max 40-core: say which"),
         (["--bandwidth", "-3"], "above 0 GB/s"),
-        (["--tau", "9"], "τ is 9: a round of 8 rows delivers 1 to 8 tokens"),
-        (["--tau", "nan"], "τ is nan"),
+        (["--tau", "9"], "9 tokens per pass: a round of 8 rows delivers 1 to 8"),
+        (["--tau", "nan"], "nan tokens per pass"),
+        (["--tau", "0"], "0 tokens per pass"),
+        (["--claim", "74@0", "--tau", "2"], "0 tokens per pass"),
         (["--draft-model", "demo/dflash"], "hidden size: the drafter's is 128, the target's 5120"),
         (["--draft-model", "demo/x"], "no demo part named 'demo/x'"),
         (["--width", "8"], "8: this drafter proposes 0 to 7"),
-        (["--claim", "74"], "--claim 74 needs its acceptance length"),
+        (["--claim", "74"], "--claim 74 needs its tokens per pass"),
         (["--claim", "nan@4"], "a speed is above 0 tok/s"),
         (["--claim", "fast"], "'fast' is no speed like 74"),
         (["--kv", "int4"], "'int4': it can be bf16, fp16, fp32, int8 or affine-BITS"),

@@ -1,15 +1,15 @@
 """What `specmlx roofline` prints."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from specmlx.cli.roofline_tables import lane_table, table, tokens, weight_tables
-from specmlx.receipts.chips import CHIPS, Chip
-from specmlx.receipts.roofline import acceptance_of
+from specmlx.cli.roofline_tables import lane_table, tokens, weight_tables
+from specmlx.cli.tables import table
+from specmlx.receipts.chips import Chip
 from specmlx.receipts.tensors import Group
 
 if TYPE_CHECKING:
-    from specmlx.receipts.roofline import Roofline
+    from specmlx.cli.roofline import RooflineFlags
 
 LONG = 32768
 DRAFT = (
@@ -18,54 +18,28 @@ DRAFT = (
 ).split()
 
 
-@dataclass(frozen=True)
-class Question:
-    """A round, and what is asked about it; `bandwidth` is GB/s and the chip, where one was named."""
-
-    line: "Roofline"
-    model: str
-    context: int | None
-    tau: float | None
-    bandwidth: tuple[float, Chip | None] | None
-    claims: list[tuple[float, float]]
-
-    def chips(self) -> list[Chip]:
-        """The named chip, a nameless one of the given bandwidth, or the whole table."""
-        if self.bandwidth is None:
-            return list(CHIPS)
-        number, chip = self.bandwidth
-        return [chip or Chip("", number, 0)]
-
-    def taus(self) -> list[float]:
-        """The acceptance lengths that are shown: the given one, or all whole ones; none without a drafter."""
-        if self.line.draft is None:
-            return []
-        return [float(tau) for tau in range(1, self.line.rows + 1)] if self.tau is None else [self.tau]
-
-
-def title(asked: Question) -> str:
-    line = asked.line
-    lanes = "" if line.lanes == 1 else f", {line.lanes} lanes"
+def title(flags: "RooflineFlags") -> str:
+    line = flags.line
     draft = "no draft" if line.draft is None else f"{line.draft.kind} draft, {line.rows} rows a round"
-    return f"{asked.model}, {line.scheme.name}, {draft}, KV {line.kv}{lanes}"
+    lanes = "" if line.lanes == 1 else f", {line.lanes} lanes"
+    return f"{flags.model}, {line.scheme.name}, {draft}, KV {line.kv}{lanes}"
 
 
-def text(asked: Question) -> str:
+def text(flags: "RooflineFlags") -> str:
     """Tables of bytes, then the limits, then the claims."""
-    tables = [*weight_tables(asked.line), lane_table(asked.line, asked.context or LONG)]
-    claims = [_claims(asked)] if asked.claims else []
-    return "\n\n".join([title(asked), *map(table, tables), _rounds(asked), _limits(asked), *claims])
+    tables = [*weight_tables(flags.line), lane_table(flags.line, flags.context or LONG)]
+    claims = [_claims(flags)] if flags.claims else []
+    return "\n\n".join([title(flags), *map(table, tables), _rounds(flags), _limits(flags), *claims])
 
 
-def as_object(asked: Question) -> dict[str, Any]:
+def as_object(flags: "RooflineFlags") -> dict[str, Any]:
     """Everything, for `--json`; bytes are whole numbers."""
-    line, context = asked.line, asked.context or 0
+    line, context, draft = flags.line, flags.context or 0, flags.line.draft
     return {
-        "model": asked.model,
+        "model": flags.model,
         "weights": line.scheme.name,
         "layout": "splash" if line.splash else "tensors",
-        "draft": line.draft
-        and {name: getattr(line.draft, name) for name in DRAFT} | {"taps": len(line.draft.target_layer_ids)},
+        "draft": draft and {n: getattr(draft, n) for n in DRAFT} | {"taps": len(draft.target_layer_ids)},
         "rows": line.rows,
         "lanes": line.lanes,
         "context": context,
@@ -79,8 +53,8 @@ def as_object(asked: Question) -> dict[str, Any]:
         "round_bytes": line.round_bytes(context),
         "round_bytes_without_draft": line.round_bytes(context, drafting=False),
         "multiply_adds": line.multiply_adds(),
-        "limits": [_limit(asked, chip) for chip in asked.chips()],
-        "claims": [_claim(asked, speed, tau, chip) for speed, tau in asked.claims for chip in asked.chips()],
+        "limits": [_limit(flags, chip) for chip in flags.bandwidth],
+        "claims": [_claim(flags, speed, tau, chip) for speed, tau in flags.claims for chip in flags.bandwidth],
     }
 
 
@@ -89,30 +63,29 @@ def _groups(groups: list[Group]) -> list[dict[str, Any]]:
     return [{name: getattr(group, name) for name in names} for group in groups]
 
 
-def _limit(asked: Question, chip: Chip) -> dict[str, Any]:
-    line, context = asked.line, asked.context or 0
-    return {
-        "chip": chip.name or None,
-        "bandwidth": chip.bandwidth,
-        "byte_limit_without_draft": line.ceiling(chip.bandwidth, 1.0, context, drafting=False),
-        "by_tau": [
-            {
-                "tau": tau,
-                "byte_limit": line.ceiling(chip.bandwidth, tau, context),
-                "arithmetic_limit": line.arithmetic_limit(chip, tau),
-            }
-            for tau in asked.taus()
-        ],
-    }
+def _limit(flags: "RooflineFlags", chip: Chip) -> dict[str, Any]:
+    plain, by_tau = _ceilings(flags, chip)
+    alus = [flags.line.arithmetic_limit(chip, tau) for tau in flags.taus]
+    rows = zip(flags.taus, by_tau, alus, strict=True)
+    by_tau = [{"tau": tau, "byte_limit": limit, "arithmetic_limit": other} for tau, limit, other in rows]
+    name = {"chip": chip.name or None, "bandwidth": chip.bandwidth}
+    return name | {"byte_limit_without_draft": plain, "by_tau": by_tau}
 
 
-def _claim(asked: Question, speed: float, tau: float, chip: Chip) -> dict[str, Any]:
-    claim = asked.line.claim(speed, tau, chip.bandwidth, asked.context or 0)
+def _ceilings(flags: "RooflineFlags", chip: Chip) -> tuple[float, list[float]]:
+    """The byte limit of plain decoding, and those of the tokens per pass."""
+    line, context = flags.line, flags.context or 0
+    plain = line.ceiling(chip.bandwidth, 1.0, context, drafting=False)
+    return plain, [line.ceiling(chip.bandwidth, tau, context) for tau in flags.taus]
+
+
+def _claim(flags: "RooflineFlags", speed: float, tau: float, chip: Chip) -> dict[str, Any]:
+    claim = flags.line.claim(speed, tau, chip.bandwidth, flags.context or 0)
     return asdict(claim) | {"chip": chip.name or None, "share": claim.share, "impossible": claim.impossible}
 
 
-def _rounds(asked: Question) -> str:
-    line, context = asked.line, asked.context or LONG
+def _rounds(flags: "RooflineFlags") -> str:
+    line, context = flags.line, flags.context or LONG
     lanes = "one lane" if line.lanes == 1 else f"{line.lanes} lanes"
 
     def sizes(drafting: bool) -> str:
@@ -134,56 +107,58 @@ def _rounds(asked: Question) -> str:
     )
 
 
-def _limits(asked: Question) -> str:
-    line, context = asked.line, asked.context or 0
-    taus = asked.taus()
-    where = f"{tokens(context)} tokens of context" if context else "short prompt"
+def _limits(flags: "RooflineFlags") -> str:
+    line, taus = flags.line, flags.taus
+    where = f"{tokens(flags.context)} tokens of context" if flags.context else "short prompt"
     parts = [
-        f"Byte limit in tok/s, {where}: bandwidth / bytes × τ, every weight read once a round whatever its rows.",
+        f"Byte limit in tok/s, {where}: bandwidth / bytes × tokens per pass, every weight read once a round whatever "
+        "its rows."
     ]
     if taus:
         parts.append(
             f"Beside it the arithmetic limit of {line.rows} rows: {line.multiply_adds() / 1e12:.3f} T multiply-adds a "
-            f"round against cores × 128 × clock\n(from public figures; decoding the weights comes on top). "
+            "round against cores × 128 × clock\n(from public figures; decoding the weights comes on top). "
             "The tensor units of M5 lift it."
         )
-    rows = [("chip", "GB/s", "no draft", *(f"τ {tau:.2f}" for tau in taus), "arithmetic", "of byte limit")]
-    for chip in asked.chips():
-        plain = line.ceiling(chip.bandwidth, 1.0, context, drafting=False)
-        limits = [line.ceiling(chip.bandwidth, tau, context) for tau in taus]
+    rows = [("chip", "GB/s", "no draft", *(f"at {tau:.2f}" for tau in taus), "arithmetic", "of byte limit")]
+    for chip in flags.bandwidth:
+        plain, limits = _ceilings(flags, chip)
         by_alus = line.arithmetic_limit(chip, taus[-1]) if taus else None
-        arithmetic = (_no_limit(chip) if taus else "", "")
+        arithmetic = ("" if not taus else "tensor units" if chip.name else "name a chip", "")
         if by_alus is not None:
             arithmetic = (f"{by_alus:.1f}", f"{100 * by_alus / limits[-1]:.0f} %")
-        figures = [f"{x:.1f}" for x in (plain, *limits)]
-        rows.append((chip.name or "given", f"{chip.bandwidth:g}", *figures, *arithmetic))
+        rows.append((*_name(chip), *(f"{x:.1f}" for x in (plain, *limits)), *arithmetic))
     parts.append(table(rows))
-    if asked.tau is not None and line.rows > 1:
-        share = acceptance_of(asked.tau, line.rows - 1)
-        parts.append(
-            f"τ {asked.tau:.2f} = 1 + {line.rows - 1} × {share:.3f}: that share of the drafted tokens accepted."
-        )
+    if flags.tau is not None and line.rows > 1:
+        slots = line.rows - 1
+        share = f"{flags.tau:.2f} = 1 + {slots} × {(flags.tau - 1) / slots:.3f}"
+        parts.append(f"{share} tokens per pass: that share of the drafted tokens accepted.")
     return "\n".join(parts)
 
 
-def _no_limit(chip: Chip) -> str:
-    return "tensor units" if chip.name else "name a chip"
+def _name(chip: Chip) -> tuple[str, str]:
+    return chip.name or "given", f"{chip.bandwidth:g}"
 
 
-def _claims(asked: Question) -> str:
-    total = " aggregate" if asked.line.lanes > 1 else ""
-    context = asked.context or 0
-    lines, rows = [], [("share of the bus", "GB/s", *(f"{speed:g} at τ {tau:.2f}" for speed, tau in asked.claims))]
-    for speed, tau in asked.claims:
-        rate = asked.line.claim(speed, tau, None, context).bytes_per_second
-        lines.append(f"{speed:g} tok/s{total} at τ {tau:.2f} is {rate / 1e9:.0f} GB/s")
-    for chip in asked.chips():
-        claims = [asked.line.claim(speed, tau, chip.bandwidth, context) for speed, tau in asked.claims]
-        cells = [f"{100 * claim.share:.0f} %{' impossible' if claim.impossible else ''}" for claim in claims]
-        rows.append((chip.name or "given", f"{chip.bandwidth:g}", *cells))
-    if len(rows) > 2:
-        return "\n".join([*lines, table(rows)])
-    name, bandwidth, *cells = rows[1]
-    bus = f"{bandwidth} GB/s" if name == "given" else f"{bandwidth} GB/s ({name})"
-    found = [(said, *cell.partition(" % ")) for said, cell in zip(lines, [f"{c} " for c in cells], strict=True)]
-    return "\n".join(f"{said}: {share} % of {bus}{': impossible' if word else ''}" for said, share, _, word in found)
+def _claims(flags: "RooflineFlags") -> str:
+    """One chip has its share behind each claim, several have a table."""
+    total = " aggregate" if flags.line.lanes > 1 else ""
+    claims = {
+        (speed, tau): [flags.line.claim(speed, tau, chip.bandwidth, flags.context or 0) for chip in flags.bandwidth]
+        for speed, tau in flags.claims
+    }
+    lines = [
+        f"{speed:g} tok/s{total} at {tau:.2f} tokens per pass is {found[0].bytes_per_second / 1e9:.0f} GB/s"
+        for (speed, tau), found in claims.items()
+    ]
+    if len(flags.bandwidth) == 1:
+        (chip,) = flags.bandwidth
+        bus = f"{chip.bandwidth:g} GB/s{f' ({chip.name})' if chip.name else ''}"
+        return "\n".join(
+            f"{said}: {100 * claim.share:.0f} % of {bus}{': impossible' if claim.impossible else ''}"
+            for said, (claim,) in zip(lines, claims.values(), strict=True)
+        )
+    rows = [("share of the bus", "GB/s", *(f"{speed:g} at {tau:.2f}" for speed, tau in claims))]
+    for chip, *found in zip(flags.bandwidth, *claims.values(), strict=True):
+        rows.append((*_name(chip), *(f"{100 * c.share:.0f} %{' impossible' if c.impossible else ''}" for c in found)))
+    return "\n".join([*lines, table(rows)])

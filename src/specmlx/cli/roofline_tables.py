@@ -2,13 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+from specmlx.cli.tables import Row
 from specmlx.formats.sizes import Format
 from specmlx.receipts.tensors import Group
 
 if TYPE_CHECKING:
     from specmlx.receipts.roofline import Roofline
 
-Row = tuple[str, ...]
 HEADER = ("tensor", "shape", "MB each", "count", "reads", "GB")
 
 
@@ -36,18 +36,6 @@ def lane_table(line: "Roofline", context: int) -> list[Row]:
     for name, what, nbytes in (("GDN state fp32", shape, state.recurrent_bytes), ("", inputs, state.conv_bytes)):
         rows.append((name, what, f"{nbytes / 1e6:.0f} MB", "read + written", f"{2 * nbytes / 1e9:.3f}"))
     return rows
-
-
-def table(rows: list[Row]) -> str:
-    """Columns as wide as they need, empty ones left out; text to the left, figures to the right."""
-    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    left = [i == 0 or sum(not _figure(cell) for cell in c[1:] if cell) > len(c) / 2 for i, c in enumerate(columns)]
-    lines = []
-    for cells in zip(*columns, strict=True):
-        padded = [c.ljust(w) if to_left else c.rjust(w) for c, w, to_left in zip(cells, widths, left, strict=True)]
-        lines.append("  ".join(padded).rstrip())
-    return "\n".join(lines)
 
 
 def gigabytes(nbytes: int) -> str:
@@ -133,7 +121,3 @@ def _split(groups: list[Group], fmt: Format) -> tuple[int, int, int]:
             scales += (fmt.all_scale_bytes(shape) - fmt.tensor_scale_bytes) * part.count
             rest += fmt.tensor_scale_bytes * part.count
     return codes, scales, rest
-
-
-def _figure(cell: str) -> bool:
-    return cell[0].isdigit() and not any(word in cell for word in ("×", " a token", "parameters"))

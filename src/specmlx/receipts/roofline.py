@@ -167,18 +167,8 @@ class Roofline:
         peak = chip.multiply_adds
         return None if peak is None else self.lanes * tau * peak / self.multiply_adds(drafting)
 
-
-def asked(rows: int, bandwidth: float, bytes_per_weight: float) -> float:
-    """Multiply-adds a second that `rows` rows ask for where weights stream at `bandwidth` GB/s."""
-    return rows * bandwidth * 1e9 / bytes_per_weight
-
-
-def acceptance_of(tau: float, width: int) -> float:
-    """The share of `width` drafted tokens that is accepted where a pass delivers τ = 1 + width × share tokens."""
-    return (tau - 1) / width
-
-
-def check_tau(tau: float, rows: int) -> None:
-    """Raises ValueError for an acceptance length that a round of `rows` rows can't have."""
-    if not 1 <= tau <= rows:
-        raise ValueError(f"τ is {tau:g}: a round of {rows} row{'s' if rows > 1 else ''} delivers 1 to {rows} tokens")
+    def check_tau(self, tau: float) -> None:
+        """Raises ValueError for tokens per pass that a round can't have."""
+        if not 1 <= tau <= self.rows:
+            plural = "s" if self.rows > 1 else ""
+            raise ValueError(f"{tau:g} tokens per pass: a round of {self.rows} row{plural} delivers 1 to {self.rows}")
