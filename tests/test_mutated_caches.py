@@ -266,3 +266,12 @@ def test_a_cache_of_mlx_lms_whose_state_is_not_two_arrays_is_refused(count, mode
     caches[0] = ArraysCache(count)
     with pytest.raises(ValueError, match=f"layer 0 has {count} arrays, not the 2 of a state"):
         list(stream_generate(model, tokenizer, IDS, 1, prompt_cache=caches))
+
+
+@pytest.mark.parametrize("change", [{"left_padding": [3]}, {"lengths": [9]}, {"lengths": "x"}])
+def test_a_cache_of_a_padded_batch_of_mlx_lms_is_refused(change, model, tokenizer):
+    caches = model.make_cache()
+    for name, value in change.items():
+        setattr(caches[0], name, value if isinstance(value, str) else mx.array(value))
+    with pytest.raises(ValueError, match="layer 0 is of a batch with padding"):
+        list(stream_generate(model, tokenizer, IDS, 1, prompt_cache=caches))

@@ -54,7 +54,7 @@ def rope_of(config_class, config: dict) -> dict:
     fields = {name: value for name, value in config.items() if name in ROPE and value is not None}
     for name, value in fields.items():
         if isinstance(value, dict):
-            fields[name] = {key: part for key, part in value.items() if part is not None}
+            fields[name] = {key: part for key, part in value.items() if part is not None or key == "factor"}
     read = config_class(head_dim=config.get("head_dim") or 16, **json.loads(json.dumps(fields)))
     read.standardize_rope_params()
     return {name: value for name, value in read.rope_parameters.items() if value is not None}

@@ -38,6 +38,10 @@ def import_caches(caches: list, states: LayerStates, heads: tuple[int, int]) -> 
         else:
             if len(cache.cache) != 2:
                 raise ValueError(f"prompt_cache layer {i} has {len(cache.cache)} arrays, not the 2 of a state")
+            if cache.lengths is not None or cache.left_padding is not None:
+                raise ValueError(
+                    f"prompt_cache layer {i} is of a batch with padding: specmlx goes on with one sequence"
+                )
             conv, S = cache.cache
             if (S is None) != (conv is None):
                 raise ValueError(f"prompt_cache layer {i} holds half of a state")
