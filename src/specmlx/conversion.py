@@ -78,13 +78,9 @@ def convert(
         partial.mkdir(parents=True)
         _write_weights(partial, module, config, progress)
         _write_json(partial / "config.json", config)
-        folder = source if source.is_dir() else source.parent
-        for pattern in OTHERS:
-            for file in folder.glob(pattern):
-                shutil.copyfile(file, partial / file.name)
         with tokenizer_files(source) as own:
-            for pattern in TOKENIZER:
-                for file in own.glob(pattern):
+            for folder, patterns in ((source if source.is_dir() else source.parent, OTHERS), (own, TOKENIZER)):
+                for file in [file for pattern in patterns for file in folder.glob(pattern)]:
                     shutil.copyfile(file, partial / file.name)
         if drafter:
             _write_drafter(partial / "draft", *drafter)

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -13,7 +13,7 @@ import click
 from specmlx.cli import options
 from specmlx.cli.flags import grouped, options_of
 from specmlx.cli.sampling import SamplingFlags
-from specmlx.cli.terminal import answers, note, prefill_status, say, show_status
+from specmlx.cli.terminal import answers, handled, note, prefill_status, say, show_status
 from specmlx.formats.atomic import check_folder
 
 HELP = "q (quit, exit, /exit) quits, r forgets the conversation, h (/help) shows this; Ctrl-C stops an answer"
@@ -92,7 +92,7 @@ def chat(
     note(f"{target.model}: {HELP}")
     if show_draft:
         note("This colour: guessed by the drafter, confirmed by the target.", fg="green")
-    with _handled(_ENDINGS, _end):
+    with handled(_ENDINGS, _end):
         try:
             for line in _lines():
                 word = line.strip()
@@ -148,16 +148,6 @@ def _end(signum: int, *_: Any) -> None:
 
 
 @contextlib.contextmanager
-def _handled(signals: Sequence[int], handler: Callable) -> Iterator[None]:
-    before = {signum: signal.signal(signum, handler) for signum in signals}
-    try:
-        yield
-    finally:
-        for signum, old in before.items():
-            signal.signal(signum, old)
-
-
-@contextlib.contextmanager
 def _between_tokens() -> Iterator[Callable[[], None]]:
     """Signals are noted, to be obeyed by the function given, where everything is consistent; a second one at once."""
     seen: list[int] = []
@@ -171,7 +161,7 @@ def _between_tokens() -> Iterator[Callable[[], None]]:
         if seen:
             _end(seen[0])
 
-    with _handled((signal.SIGINT, *_ENDINGS), note_it):
+    with handled((signal.SIGINT, *_ENDINGS), note_it):
         yield obey
 
 

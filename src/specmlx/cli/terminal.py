@@ -1,8 +1,9 @@
 """Answers go to stdout and everything else to stderr; a terminal is given no command that a model or a file wrote."""
 
 import contextlib
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 import click
@@ -50,3 +51,14 @@ def show_status(text: str) -> None:
 def prefill_status(processed: int, total: int) -> None:
     """A `prompt_progress_callback`; the status is gone when the prompt is in."""
     show_status(f"prompt: {processed} of {total} tokens" if processed < total else "")
+
+
+@contextlib.contextmanager
+def handled(signals: Sequence[int], handler: Callable) -> Iterator[None]:
+    """Handle these signals by `handler` while it lasts."""
+    before = {signum: signal.signal(signum, handler) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, old in before.items():
+            signal.signal(signum, old)

@@ -1,9 +1,7 @@
 """`specmlx train`: a drafter for the user's own model, from the model itself and a file of prompts."""
 
-import contextlib
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import click
 
 from specmlx.cli import options
 from specmlx.cli.flags import grouped, options_of
-from specmlx.cli.terminal import note, show_status, status
+from specmlx.cli.terminal import handled, note, show_status, status
 from specmlx.training.settings import Settings
 
 KINDS = ("dflash", "dflash2", "dspark")
@@ -145,7 +143,8 @@ def _learn(run: Any) -> None:
         if not figures:
             show_status(f"step {step}: the target answers its prompts, the drafter learns; figures every 10 steps")
 
-    with _terminable():
+    # SIGTERM ends a training as Ctrl-C does.
+    with handled([signal.SIGTERM], signal.default_int_handler):
         try:
             for record in run.steps(begin):
                 figures = _line(record)
@@ -169,17 +168,3 @@ def _line(record: dict) -> str:
         f"step {record['step']} of {record['of']}: loss {record['loss']:.4f}, τ {record['tau']:.2f}{held_out}, "
         f"{record['tokens_per_second']:.0f} tokens/s, {record['peak_memory']:.2f} GB"
     )
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends a training as Ctrl-C does."""
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

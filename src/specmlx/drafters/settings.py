@@ -1,6 +1,5 @@
 """What makes drafting cheaper, or look less far back: settings of one drafter, applied once it is loaded."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.small_lm import SmallLM
 from specmlx.drafters.vocabulary import shorten
-from specmlx.formats.header import read_small
+from specmlx.formats.header import read_json
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
 from specmlx.kernels.backend import on_metal
 
@@ -104,11 +103,7 @@ class DraftSettings:
         if file is None:
             where = " nor ".join(str(file) for file in files) or FREQUENCIES
             raise ValueError(f"draft_vocab is {self.draft_vocab} but there is no {where}: pass draft_vocab_file")
-        text = read_small(file)
-        try:
-            ids = json.loads(text.decode())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} is not JSON ({error})") from None
+        ids = read_json(file)
         if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
             raise ValueError(f"{file} is no list of token ids below {vocab_size}, the most frequent first")
         if len(set(ids)) != len(ids) or len(ids) < self.draft_vocab:

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.config import shown
-from specmlx.formats.header import MOST, Entry, read_header, read_small
+from specmlx.formats.header import MOST, Entry, read_header, read_json
 
 DTYPES = {
     mx.float32: "F32",
@@ -45,12 +45,7 @@ def read_config(path: Path, name: str = "config.json", most: int = MOST_CONFIG) 
         if (path / TRAINING).is_file():
             raise ValueError(f"{path} holds an unfinished training: go on with specmlx train … --out {path} --resume")
         raise ValueError(f"{file} not found: a model is a directory with config.json and *.safetensors, or a Hub id")
-    text = read_small(file, most)
-    try:
-        config = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({' '.join(str(error).split())[:200]})") from None
-    if not isinstance(config, dict):
+    if not isinstance(config := read_json(file, most), dict):
         raise ValueError(f"{file} holds a {type(config).__name__}, not an object")
     return config
 

@@ -62,6 +62,15 @@ def read_small(file: Path, most: int = MOST) -> bytes:
         raise ValueError(f"can't read {file}: {error.strerror}") from None
 
 
+def read_json(file: Path, most: int = MOST) -> Any:
+    """What a file of JSON holds. Raises ValueError in one line as `read_small`, and for what is not JSON."""
+    text = read_small(file, most)
+    try:
+        return json.loads(text.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({' '.join(str(error).split())[:200]})") from None
+
+
 def check_small_files(folder: Path) -> None:
     """Raise ValueError in one line for a config or tokenizer file of a directory that `read_small` would refuse.
 

@@ -11,7 +11,6 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.formats.config import read, shown
-from specmlx.formats.e4m3 import VALUES, is_nan
 
 # A weight whose codes and scales make it larger than this has its scale the wrong way round.
 MOST = 1e3
@@ -79,10 +78,10 @@ def _fp4(name: str, codes: mx.array, scales: mx.array, scale: mx.array) -> dict[
         raise ValueError(
             f"{name}.weight_scale is {scales.dtype} {list(scales.shape)}, should be F8_E4M3 {[N, K // 16]}"
         )
-    if mx.any(is_nan(scales) | (scales > 0x80)).item():
+    if mx.any(_is_nan(scales) | (scales > 0x80)).item():
         raise ValueError(f"{name}.weight_scale has NaN or negative codes: the file is corrupt")
     # A block's largest code is 6.
-    _check_size(name, 6 * VALUES[scales.max()].item(), scale)
+    _check_size(name, 6 * mx.from_fp8(scales.max(), mx.float32).item(), scale)
     return {"weight": codes.view(mx.uint32), "scales": scales, "output_scale": scale.astype(mx.float32).reshape(())}
 
 
@@ -90,9 +89,9 @@ def _fp8(name: str, codes: mx.array, scale: mx.array, block: int) -> dict[str, m
     N, K = codes.shape
     if K % 32:
         raise ValueError(f"{name}.weight is {[N, K]}: mlx's layout needs a multiple of 32 columns")
-    if mx.any(is_nan(codes)).item():
+    if mx.any(_is_nan(codes)).item():
         raise ValueError(f"{name}.weight has NaN codes (0x7f or 0xff): the file is corrupt")
-    _check_size(name, VALUES[(codes & 0x7F).max()].item(), scale)
+    _check_size(name, mx.from_fp8((codes & 0x7F).max(), mx.float32).item(), scale)
     layer = {"weight": codes.view(mx.uint32), "scales": mx.full((N, K // 32), 127, dtype=mx.uint8)}
     if scale.size == 1:
         return layer | {"output_scale": scale.reshape(())}
@@ -105,6 +104,11 @@ def _fp8(name: str, codes: mx.array, scale: mx.array, block: int) -> dict[str, m
     missing = blocks[0] * block - N
     layer = {key: mx.pad(x, [(0, missing), (0, 0)]).reshape(blocks[0], block, -1) for key, x in layer.items()}
     return layer | {"block_scales": scale}
+
+
+def _is_nan(codes: mx.array) -> mx.array:
+    """Which codes (uint8) of FP8 E4M3 are not a number; it has no infinities (OCP 8-bit floating point, 2023)."""
+    return (codes & 0x7F) == 0x7F
 
 
 def _check_size(name: str, most_code: float, scale: mx.array) -> None:

@@ -4,6 +4,8 @@ w = code * block scale * tensor scale: mlx multiplies codes and block scales (mx
 scale of the tensor or of an output channel multiplies the output, and one of a 128 x 128 block the input.
 """
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
@@ -28,15 +30,7 @@ class ScaledLinear(nn.Module):
         self.output_scale = mx.ones(())
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = mx.quantized_matmul(
-            _wide(x),
-            self.weight,
-            scales=self.scales,
-            transpose=True,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
+        y = mx.quantized_matmul(_wide(x), self.weight, scales=self.scales, **_packing(self))
         return _biased(self, (y * self.output_scale).astype(x.dtype))
 
 
@@ -49,11 +43,8 @@ class ScaledSwitchLinear(ScaledLinear):
             self.weight,
             self.scales,
             rhs_indices=indices,
-            transpose=True,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
             sorted_indices=sorted_indices,
+            **_packing(self),
         )
         return (y * self.output_scale[indices][..., None, :]).astype(x.dtype)
 
@@ -85,15 +76,7 @@ class BlockScaledLinear(nn.Module):
         return _biased(self, y)
 
     def _rows(self, x: mx.array) -> mx.array:
-        y = mx.quantized_matmul(
-            _blocks_scaled(x, self.block_scales),
-            self.weight,
-            scales=self.scales,
-            transpose=True,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
-        )
+        y = mx.quantized_matmul(_blocks_scaled(x, self.block_scales), self.weight, scales=self.scales, **_packing(self))
         return y.transpose(1, 0, 2).flatten(1)[:, : self.rows].astype(x.dtype)
 
 
@@ -108,14 +91,15 @@ class BlockScaledSwitchLinear(BlockScaledLinear):
             self.weight.flatten(0, 1),
             self.scales.flatten(0, 1),
             rhs_indices=indices[..., None] * blocks + mx.arange(blocks, dtype=indices.dtype),
-            transpose=True,
-            group_size=self.group_size,
-            bits=self.bits,
-            mode=self.mode,
+            **_packing(self),
             sorted_indices=sorted_indices,
         )
         y = y.swapaxes(-2, -3).flatten(-2)
         return y[..., : self.rows].astype(x.dtype)
+
+
+def _packing(layer: nn.Module) -> dict[str, Any]:
+    return {"transpose": True, "group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
 
 
 def _wide(x: mx.array) -> mx.array:

@@ -7,7 +7,7 @@ from typing import Any
 
 import specmlx
 from specmlx.formats.atomic import write_atomically
-from specmlx.formats.header import read_small
+from specmlx.formats.header import read_json
 
 FORMAT = "specmlx-trace-1"
 # The drafter's guess; the target's own token after a wrong guess, after a whole right proposal, without a proposal.
@@ -186,11 +186,7 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 def read_trace(path: Path) -> Trace:
     """The trace of a file. Raises ValueError, one line, for a file that is none."""
-    text = read_small(path)
-    try:
-        found = json.loads(text.decode())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({' '.join(str(error).split())[:200]})") from None
+    found = read_json(path)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is no trace: specmlx generate --trace {path} writes one")
     try:
