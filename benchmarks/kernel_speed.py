@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from specmlx.kernels.choice import STOCK
+from specmlx.kernels.choice.operator import STOCK
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
 from specmlx.kernels.choice.race import race
 from specmlx.receipts.machine import known_bandwidth

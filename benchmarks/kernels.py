@@ -31,7 +31,7 @@ def main(simulate: bool, as_json: bool, everything: bool, shape: str | None) -> 
 def measured(progress: bool) -> list[dict]:
     from kernel_speed import speeds
 
-    from specmlx.kernels.backend import on_metal
+    from specmlx.kernels.dispatch import on_metal
 
     if not on_metal():
         raise click.ClickException("mlx runs on no Metal device here; --simulate counts traffic on Linux")

@@ -9,9 +9,9 @@ import click
 import mlx.core as mx
 import mlx.nn as nn
 
-from specmlx.kernels.choice import Choice
 from specmlx.kernels.choice.operators import GATE_UP, QUANTIZED_MATMUL
-from specmlx.kernels.linear import ChosenLinear, added, products
+from specmlx.kernels.dispatch import Choice
+from specmlx.kernels.linear import Chosen, added, products, with_choice
 from specmlx.kernels.mlp import GatedMLP
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -58,9 +58,9 @@ def packed(N: int, K: int) -> nn.QuantizedLinear:
     return nn.QuantizedLinear(K, N, bias=False, group_size=64, bits=4)
 
 
-def chosen(layer: nn.QuantizedLinear, form: str, factory: Callable) -> ChosenLinear:
+def chosen(layer: nn.QuantizedLinear, form: str, factory: Callable) -> Chosen:
     layer.set_dtype(mx.bfloat16)
-    return ChosenLinear.of(layer, Choice.same(QUANTIZED_MATMUL, form), factory)
+    return with_choice(layer, Choice.same(QUANTIZED_MATMUL, form), factory)
 
 
 def figures(M: int, form: str) -> dict[str, tuple[Moved, Moved]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 import specmlx
-from specmlx.kernels.backend import on_metal
+from specmlx.kernels.dispatch import on_metal
 from specmlx.receipts.machine import this_machine
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -7,17 +7,17 @@ import mlx.core as mx
 
 
 class Fake:
-    rows, by_rows, firm, fixed, together = (1, 4, 32), True, False, False, 136
+    rows, together = (1, 4, 32), 136
 
-    def __init__(self, *variants: str, name: str = "fake", slow_stock: bool = False):
-        self.one_order = variants
+    def __init__(self, *variants: str, name: str = "fake", slow_stock: bool = False, raced: bool = True):
+        self.ours, self.raced = variants, raced
         self.name = name
         self.slow_stock = slow_stock
         self.lost = False
-        self.address = f"fake_operators:{'_'.join(variants)}"
+        self.address = f"fake_operators:{'_'.join(variants if raced else ('checked', *variants))}"
 
     def variants(self, key):
-        return self.one_order
+        return self.ours
 
     def small(self, key):
         return {**key, "N": 8}
@@ -42,7 +42,7 @@ class Fake:
             raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error")
         if variant == "slow" or (variant == "stock" and self.slow_stock):
             time.sleep(0.02)
-        elif variant == "stock" and variant in self.one_order:
+        elif variant == "stock" and variant in self.ours:
             return x @ w.T + 1e-3
         elif variant == "hangs":
             time.sleep(3600)
@@ -63,4 +63,7 @@ broken = Fake("broken")
 dies = Fake("dies")
 stock_slow = Fake("stock", "slow")
 faults_quick = Fake("faults", "quick", slow_stock=True)
+checked_slow = Fake("slow", raced=False)
+checked_wrong = Fake("wrong", raced=False)
+checked_wrong_quick = Fake("wrong", "quick", raced=False)
 hangs_quick = Fake("hangs", "quick", slow_stock=True)

@@ -4,15 +4,16 @@ import mlx.core as mx
 import pytest
 from msl import Simulator
 
-from specmlx.kernels import accept
+from specmlx.kernels import accept, dispatch
 from specmlx.kernels.accept import reference
 
 SIMULATOR = Simulator()
 FACTORY = SIMULATOR.metal_kernel
 
 
-def served(*_, **__):
-    return FACTORY
+@pytest.fixture(autouse=True)
+def served(monkeypatch):
+    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: FACTORY)
 
 
 # Every width from 0 to 16, and the longest; vocabularies of one segment and of three, a multiple of four and not.
@@ -48,7 +49,7 @@ def test_greedy_and_coupled_keep_what_equals_the_targets_own_tokens(width, vocab
     # What lies behind the first refused token never matters.
     late = mx.arange(width + 1) > mx.array(agree)[:, None]
     scores = mx.where(late[..., None], mx.nan, scores).astype(mx.bfloat16)
-    assert_same(accept.match_best(tokens, scores, noise, serve=served), want)
+    assert_same(accept.match_best(tokens, scores, noise), want)
 
 
 @pytest.mark.parametrize("width, vocab", WIDTHS)
@@ -65,7 +66,7 @@ def test_rejection_keeps_and_draws_as_the_rule_reads(width, vocab, sampled):
     want = reference.rejection(tokens, given, p, u, noise)
     late = mx.arange(width + 1) > want[0][:, None]
     p = mx.where(late[..., None], mx.nan, p)
-    assert_same(accept.rejection(tokens, given, p, u, noise, serve=served), want)
+    assert_same(accept.rejection(tokens, given, p, u, noise), want)
 
 
 def test_a_refused_row_without_residual_is_drawn_from_p():
@@ -73,7 +74,7 @@ def test_a_refused_row_without_residual_is_drawn_from_p():
     tokens, u, noise = mx.array([[3]]), mx.array([[1.0]]), mx.zeros((1, 40))
     want = reference.rejection(tokens, p[:, :1], p, u, noise)
     assert want[0].item() == 0 and want[1].item() == mx.argmax(p[0, 0]).item()
-    assert_same(accept.rejection(tokens, p[:, :1], p, u, noise, serve=served), want)
+    assert_same(accept.rejection(tokens, p[:, :1], p, u, noise), want)
 
 
 def test_ids_outside_the_vocabulary_read_nothing_outside():
@@ -81,10 +82,10 @@ def test_ids_outside_the_vocabulary_read_nothing_outside():
     u, noise = mx.array([[0.0, 0.0]]), mx.zeros((1, 40))
     for tokens in ([[40, 2]], [[-1, 2]]):
         want = reference.rejection(mx.array(tokens), None, p, u, noise)
-        assert_same(accept.rejection(mx.array(tokens), None, p, u, noise, serve=served), want)
+        assert_same(accept.rejection(mx.array(tokens), None, p, u, noise), want)
 
 
 def test_scores_are_read_once():
     scores = normal(2, 4, 20000).astype(mx.bfloat16)
-    accept.match_best(mx.zeros((2, 3), dtype=mx.int32), scores, serve=served)
+    accept.match_best(mx.zeros((2, 3), dtype=mx.int32), scores)
     assert SIMULATOR.reports[-2].buffers["scores"].loads_bytes == scores.nbytes

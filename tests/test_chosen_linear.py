@@ -4,13 +4,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import msl
 import pytest
-from mlx_lm.models.switch_layers import SwitchGLU
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from specmlx.formats.scaled_linear import ScaledLinear
-from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
+from specmlx.kernels.choice.operator import STOCK
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
+from specmlx.kernels.choice.table import Outcome, Table
 from specmlx.kernels.chosen import choose_kernels, mixed
-from specmlx.kernels.linear import ChosenEmbedding, ChosenLinear, ChosenScaledLinear, ChosenSwitchLinear
+from specmlx.kernels.dispatch import Chooser
+from specmlx.kernels.linear import CHOSEN
 from specmlx.kernels.mlp import GatedMLP
 from specmlx.kernels.quantized_matmul import reference
 
@@ -50,8 +52,8 @@ def test_chosen_kernels_serve_few_rows_and_keep_the_parameters(tmp_path):
         "24x64 affine 4/64": "A",
     }
     assert (type(model.embed), type(model.layers[0]), type(model.layers[1])) == (
-        ChosenEmbedding,
-        ChosenLinear,
+        CHOSEN[nn.QuantizedEmbedding],
+        CHOSEN[nn.QuantizedLinear],
         nn.Linear,
     )
     after = dict(nn.utils.tree_flatten(model.parameters()))
@@ -91,7 +93,7 @@ def test_codes_with_a_scale_of_the_tensor_or_of_channels(tmp_path, mode, channel
     want = want * layer.output_scale + layer.bias
     sim, model = msl.Simulator(), nn.Sequential(layer)
     choose_kernels(model, dtype, chooser(tmp_path, A=0.5), sim.metal_kernel)
-    assert type(model.layers[0]) is ChosenScaledLinear
+    assert type(model.layers[0]) is CHOSEN[ScaledLinear]
     y = model(x)
     assert y.dtype == dtype
     assert mx.abs(y - want).max().item() < (0.01 if dtype == mx.bfloat16 else 0.002) * mx.abs(want).max().item()
@@ -128,7 +130,7 @@ def test_a_mixture_of_experts_has_the_products_of_mlx(tmp_path, T, sort):
     want = glu(x.astype(mx.float32), indices)
     sim = msl.Simulator()
     choose_kernels(glu, mx.float16, chooser(tmp_path, A=0.5), sim.metal_kernel)
-    assert isinstance(glu.gate_proj, ChosenSwitchLinear)
+    assert type(glu.gate_proj) is CHOSEN[QuantizedSwitchLinear]
     got = glu(x, indices)
     assert got.shape == want.shape and got.dtype == mx.float16
     assert mx.abs(got - want).max().item() < 0.01 * mx.abs(want).max().item()

@@ -5,15 +5,16 @@ import numpy as np
 import pytest
 from msl import Simulator
 
-from specmlx.kernels import draft_head
+from specmlx.kernels import dispatch, draft_head
 from specmlx.kernels.draft_head import reference
 
 SIMULATOR = Simulator()
 FACTORY = SIMULATOR.metal_kernel
 
 
-def served(*_, **__):
-    return FACTORY
+@pytest.fixture(autouse=True)
+def served(monkeypatch):
+    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: FACTORY)
 
 
 def normal(*shape: int, seed: int = 0) -> mx.array:
@@ -30,7 +31,7 @@ def normal(*shape: int, seed: int = 0) -> mx.array:
 ])  # fmt: skip
 def test_top_k_finds_the_largest_and_of_equal_ones_the_first(rows, V, k, dtype):
     logits = normal(*rows, V).astype(dtype)
-    got = draft_head.top_k(logits, k, serve=served)
+    got = draft_head.top_k(logits, k)
     for a, b in zip(got, reference.top_k(logits, k), strict=True):
         assert mx.array_equal(a, b) and a.dtype == b.dtype
 
@@ -38,7 +39,7 @@ def test_top_k_finds_the_largest_and_of_equal_ones_the_first(rows, V, k, dtype):
 def test_top_k_is_right_for_values_that_fall_rise_and_are_all_equal():
     V = 9000
     for logits in (mx.arange(V)[None], -mx.arange(V)[None], mx.zeros((1, V)), mx.full((1, V), -mx.inf)):
-        got = draft_head.top_k(logits.astype(mx.float32), 16, serve=served)
+        got = draft_head.top_k(logits.astype(mx.float32), 16)
         want = reference.top_k(logits.astype(mx.float32), 16)
         assert mx.array_equal(got[1], want[1])
 
@@ -58,14 +59,14 @@ def test_the_chain_takes_the_formulas_tokens(B, S, V, R, dtype, noisy):
     noise = mx.random.gumbel((B, S, V), key=mx.random.key(3)) if noisy else None
     anchor = mx.array([5, V - 1, 0, 9][:B], dtype=mx.int32)
     want, biased = reference.chain(logits, w1, w2, anchor, noise, 0.7)
-    got, kept = draft_head.chain(logits, w1, w2, anchor, noise, 0.7, keep_logits=True, serve=served)
+    got, kept = draft_head.chain(logits, w1, w2, anchor, noise, 0.7, keep_logits=True)
     assert got.tolist() == want.tolist()
     rounding = {mx.float32: 1e-6, mx.bfloat16: 2**-7, mx.float16: 2**-10}[dtype]
     np.testing.assert_allclose(
         np.array(kept.astype(mx.float32)), np.array(biased.astype(mx.float32)), rtol=rounding, atol=20 * rounding
     )
     # Without them the tokens are the same.
-    assert draft_head.chain(logits, w1, w2, anchor, noise, 0.7, serve=served)[0].tolist() == want.tolist()
+    assert draft_head.chain(logits, w1, w2, anchor, noise, 0.7)[0].tolist() == want.tolist()
 
 
 def test_a_chain_over_some_of_the_targets_tokens_goes_by_their_ids():
@@ -76,7 +77,7 @@ def test_a_chain_over_some_of_the_targets_tokens_goes_by_their_ids():
     ids = mx.random.permutation(V, key=mx.random.key(3))[:Vd].astype(mx.int32)
     anchor = mx.array([5, V - 1], dtype=mx.int32)
     want, _ = reference.chain(logits, w1, w2, anchor, target_ids=ids)
-    assert draft_head.chain(logits, w1, w2, anchor, target_ids=ids, serve=served)[0].tolist() == want.tolist()
+    assert draft_head.chain(logits, w1, w2, anchor, target_ids=ids)[0].tolist() == want.tolist()
     # As over the whole vocabulary, where the others can't be drawn.
     wide, rows = mx.full((B, S, V), -mx.inf), mx.zeros((V, R))
     wide[:, :, ids], rows[ids] = logits, w2
@@ -99,17 +100,17 @@ def test_the_walk_takes_the_formulas_tokens(B, S, K, R, dtype, markov):
     anchor = mx.array([7, 0, V - 1][:B], dtype=mx.int32)
     for noise in (None, mx.random.gumbel((B, S, K), key=mx.random.key(5))):
         want = reference.walk(unary, ids, before, after, anchor, z, noise, 0.5)
-        got = draft_head.walk(unary, ids, before, after, anchor, z, noise, 0.5, serve=served)
+        got = draft_head.walk(unary, ids, before, after, anchor, z, noise, 0.5)
         assert got[0].tolist() == want[0].tolist()
         np.testing.assert_allclose(np.array(got[1]), np.array(want[1]), rtol=1e-5, atol=1e-4)
 
 
 def test_logits_and_markov_rows_are_read_once():
     logits, w1, w2 = (x.astype(mx.bfloat16) for x in (normal(2, 1, 2048), normal(2048, 64), normal(2048, 64)))
-    draft_head.chain(logits, w1, w2, mx.array([0, 1]), serve=served)
+    draft_head.chain(logits, w1, w2, mx.array([0, 1]))
     step = SIMULATOR.reports[-2]
     assert step.buffers["w2"].loads_bytes == w2.nbytes and step.buffers["logits"].loads_bytes == logits.nbytes
-    draft_head.top_k(logits, 16, serve=served)
+    draft_head.top_k(logits, 16)
     assert SIMULATOR.reports[-2].buffers["logits"].loads_bytes == logits.nbytes
 
 
@@ -130,5 +131,5 @@ def test_the_path_is_the_references(B, S, K, R, dtype, markov):
     # What may follow decides too: the path is not the walk.
     assert S < 7 or want.tolist() != reference.walk(unary, ids, before, after, anchor, z)[0].tolist()
     launches = len(SIMULATOR.reports)
-    assert draft_head.path(unary, ids, before, after, anchor, z, serve=served).tolist() == want.tolist()
+    assert draft_head.path(unary, ids, before, after, anchor, z).tolist() == want.tolist()
     assert len(SIMULATOR.reports) == launches + 1

@@ -7,6 +7,7 @@ from drafter_kit import HIDDEN, VOCAB, golden_drafter
 from test_draft_settings import shown
 
 from specmlx.drafters.settings import DraftSettings
+from specmlx.kernels import dispatch
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
 
@@ -44,12 +45,14 @@ def drafter(case: str):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", ["dspark", "dspark top 6", "dflash2_full"])
-def test_a_proposal_of_the_kernels_is_the_one_of_slot_by_slot(case, policy):
+def test_a_proposal_of_the_kernels_is_the_one_of_slot_by_slot(case, policy, monkeypatch):
     ours, slots = drafter(case), drafter(case)
-    ours.serve = POLICIES[policy].policy.serve = lambda *_, **__: SIMULATOR.metal_kernel
     before = len(SIMULATOR.reports)
-    got, _ = shown(ours, 7, POLICIES[policy])
-    mx.eval(got.tokens)
+    with monkeypatch.context() as patch:
+        served = lambda operator, *_, **__: SIMULATOR.metal_kernel if operator == "draft_head" else None  # noqa: E731
+        patch.setattr(dispatch, "kernel", served)
+        got, _ = shown(ours, 7, POLICIES[policy])
+        mx.eval(got.tokens)
     launched = [report.name.removeprefix("specmlx_draft_") for report in SIMULATOR.reports[before:]]
     if (case, policy) != ("dflash2_full", "greedy"):
         # Greedy, DFlash 2 takes the best path, which slot by slot is not the one of the best tokens.

@@ -6,7 +6,7 @@ import pytest
 from msl import Simulator
 from rig import in_rounds, tiny, tokens
 
-from specmlx.kernels import gated_delta
+from specmlx.kernels import dispatch, gated_delta
 from specmlx.kernels.gated_delta import reference
 from specmlx.kernels.gated_delta.reference import Tape
 
@@ -14,8 +14,9 @@ SIMULATOR = Simulator()
 FACTORY = SIMULATOR.metal_kernel
 
 
-def served(*_, **__):
-    return FACTORY
+@pytest.fixture(autouse=True)
+def served(monkeypatch):
+    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: FACTORY)
 
 
 # Hk, Hv, Dk, Dv: the real shape's heads, one head, sizes that are no power of two, one row a lane.
@@ -51,11 +52,11 @@ def poisoned(tape: Tape, count: mx.array) -> Tape:
 
 
 def advance(S, tape, count, *rows):
-    return gated_delta.advance(S, tape, count, *rows, serve=served)
+    return gated_delta.advance(S, tape, count, *rows)
 
 
 def fold(S, tape, count):
-    return gated_delta.fold(S, tape, count, serve=served)
+    return gated_delta.fold(S, tape, count)
 
 
 def same(a: mx.array, b: mx.array) -> bool:
@@ -130,7 +131,7 @@ def test_a_prefill_on_the_kernel_has_the_bits_of_its_passes_of_at_most_16_rows()
     S, T = state(), 37
     passed = rows(T, dtype=mx.bfloat16)
     launches = len(SIMULATOR.reports)
-    y, after = gated_delta.prefill(S, *passed, serve=served)
+    y, after = gated_delta.prefill(S, *passed)
     mx.eval(y, after)
     names = [report.name for report in SIMULATOR.reports[launches:]]
     assert names == ["specmlx_gated_delta"] * 3 + ["specmlx_gated_delta_fold"]
@@ -142,28 +143,33 @@ def test_a_prefill_on_the_kernel_has_the_bits_of_its_passes_of_at_most_16_rows()
     assert same(y, mx.concatenate(singles, axis=1)) and same(after, one)
 
 
-def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations():
+def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations(monkeypatch):
     model = tiny(num_hidden_layers=4)
     ids = tokens(3, 9)[0].tolist()
-    want = in_rounds(model, model.new_states(), ids, seed=4, most=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "kernel", lambda *_, **__: None)
+        want = in_rounds(model, model.new_states(), ids, seed=4, most=4)
     launches = len(SIMULATOR.reports)
-    for layer in model.layers:
-        if layer.is_linear:
-            layer.linear_attn.serve_by(served)
+    on_ours = lambda operator, *_, **__: FACTORY if operator == "gated_delta" else None  # noqa: E731
+    monkeypatch.setattr(dispatch, "kernel", on_ours)
     got = in_rounds(model, model.new_states(), ids, seed=4, most=4)
     assert len(SIMULATOR.reports) - launches >= 3
     np.testing.assert_allclose(np.array(mx.stack(got)), np.array(mx.stack(want)), rtol=0, atol=1e-5)
 
 
-def test_a_layer_asks_for_both_kernels_together_and_for_none_in_training():
+def test_a_layer_asks_for_both_kernels_together_and_for_none_in_training(monkeypatch):
     model, asked = tiny(num_hidden_layers=4), []
     layer = model.layers[0].linear_attn
-    layer.serve_by(lambda operator, dtype, **_: asked.append((operator, dtype)))
+    monkeypatch.setattr(dispatch, "kernel", lambda operator, dtype, **_: asked.append((operator, dtype)))
     assert not layer.on_kernel(mx.bfloat16)
     assert asked == [("gated_delta_prefill", mx.float32), ("gated_delta", mx.bfloat16)]
+    layer.consistent = True
+    assert not layer.on_kernel(mx.bfloat16)
+    assert asked[2:] == [("gated_delta", mx.float32), ("gated_delta", mx.bfloat16)]
+    asked.clear()
     model.train()
     model.scored(tokens(3, 9))
-    assert len(asked) == 2
+    assert not asked
 
 
 @pytest.mark.parametrize("n", [0, 4])

@@ -11,14 +11,18 @@ import fake_operators
 import mlx.core as mx
 import msl
 import pytest
+import rig
 from click.testing import CliRunner
 
 from specmlx.cli import main
-from specmlx.kernels.choice import FIXED, STOCK, Chooser, Outcome, Table, child
-from specmlx.kernels.choice.operator import import_operator
+from specmlx.kernels import dispatch
+from specmlx.kernels.choice import child
+from specmlx.kernels.choice.operator import FIXED, STOCK, import_operator
 from specmlx.kernels.choice.operators import GATED_DELTA_PREFILL, OPERATORS, QUANTIZED_MATMUL
 from specmlx.kernels.choice.race import NoRace, interpreter, race
-from specmlx.kernels.choice.table import entry_name
+from specmlx.kernels.choice.table import Outcome, Table, entry_name
+from specmlx.kernels.chosen import choose_kernels
+from specmlx.kernels.dispatch import Chooser
 
 KEY = {"N": 32, "K": 16}
 
@@ -124,19 +128,66 @@ def test_consistent_leaves_out_kernels_whose_order_depends_on_the_rows(file):
     assert str(chooser(file, race=lambda *_: outcome, consistent=True).choose(operator, KEY)) == "other"
 
 
-@pytest.mark.filterwarnings("ignore:kernel quick of")
-def test_consistent_without_a_kernel_is_refused_or_mlx_held_to_one_number_of_rows(file):
-    lost = Outcome({}, {"quick": "hangs"})
-    with pytest.raises(ValueError, match="consistent needs a kernel for fake .*: hangs"):
-        chooser(file, race=lambda *_: lost, consistent=True).choose(fake_operators.quick, KEY)
-    assert str(chooser(file, race=lambda *_: lost, consistent=True).choose(QUANTIZED_MATMUL, KEY)) == FIXED
+def test_of_an_operator_that_is_not_raced_the_first_right_kernel_serves_all_row_counts(file):
+    assert str(chooser(file).choose(fake_operators.checked_slow, KEY)) == "slow"
+    with pytest.warns(UserWarning, match="kernel wrong of fake"):
+        assert str(chooser(file).choose(fake_operators.checked_wrong_quick, {**KEY, "N": 64})) == "quick"
+        assert str(chooser(file).choose(fake_operators.checked_wrong, {**KEY, "N": 128})) == STOCK
+    assert not any(outcome.seconds for outcome in Table.read(file, "Apple M99").entries.values())
+    kept = chooser(file, race=no_race)
+    assert str(kept.choose(fake_operators.checked_wrong_quick, {**KEY, "N": 64})) == "quick"
 
 
-def test_everything_can_be_switched_off(file, monkeypatch):
+@pytest.fixture
+def on_this_chip(monkeypatch):
+    """Let `dispatch` ask this chooser, as on a Metal device."""
+
+    def ask(chooser: Chooser) -> None:
+        dispatch._serves.cache_clear()
+        monkeypatch.setattr(dispatch, "_chooser", lambda: chooser)
+
+    monkeypatch.setattr(dispatch, "on_metal", lambda: True)
+    yield ask
+    dispatch._serves.cache_clear()
+
+
+def refusal(chooser: Chooser) -> str:
+    model = rig.tiny(dtype=mx.bfloat16, num_hidden_layers=2, full_attention_interval=2, head_dim=64)
+    with pytest.raises(ValueError, match="^consistent can't be had: the kernel of attention ") as raised:
+        choose_kernels(model, mx.bfloat16, chooser)
+    return str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:kernel")
+def test_consistent_without_a_kernel_is_refused_or_mlx_held_to_one_number_of_rows(file, on_this_chip):
+    key, asked = KEYS["quantized_matmul"], []
+
+    def lost(operator, key):
+        asked.append(operator.name)
+        return Outcome({}, dict.fromkeys(operator.variants(key), "hangs"))
+
+    losing = chooser(file, race=lost, consistent=True)
+    on_this_chip(losing)
+    assert str(losing.choose(QUANTIZED_MATMUL, key)) == FIXED
+    assert refusal(losing).endswith("is not used on Apple M99: hangs")
+    assert dispatch.kernel("accept", mx.float32) is dispatch.kernel("accept", mx.float32) is None
+    assert asked.count("accept") == 1
+    on_this_chip(chooser(file.with_name("right.json"), race=lambda *_: Outcome()))
+    assert dispatch.kernel("accept", mx.float32) is mx.fast.metal_kernel
+    assert dispatch.kernel("gated_delta_prefill", mx.float32, Hk=1, Hv=2, Dk=64, Dv=32) is None
+
+
+def test_everything_can_be_switched_off(file, monkeypatch, on_this_chip):
     monkeypatch.setenv("SPECMLX_KERNELS", "0")
     assert str(chooser(file, race=no_race).choose(fake_operators.quick, KEY)) == STOCK
-    with pytest.raises(ValueError, match="SPECMLX_KERNELS=0"):
-        chooser(file, race=no_race, consistent=True).choose(fake_operators.quick, KEY)
+    consistent = chooser(file, race=no_race, consistent=True)
+    on_this_chip(consistent)
+    assert str(consistent.choose(fake_operators.quick, KEY)) == FIXED
+    assert dispatch.kernel("accept", mx.float32) is None and dispatch.metal_factory() is None
+    assert refusal(consistent).endswith("is off: SPECMLX_KERNELS=0")
+    monkeypatch.delenv("SPECMLX_KERNELS")
+    consistent.table.off.append("attention")
+    assert refusal(consistent).endswith("switched off (specmlx kernels --on attention undoes it)")
 
 
 def test_what_others_have_written_meanwhile_is_kept(file):
@@ -244,7 +295,7 @@ def test_every_kernel_passes_the_check_and_the_row_counts_can_be_timed(operator)
     simulated = replace(operator, factory=msl.Simulator().metal_kernel)
     assert import_operator(operator.address) is operator
     assert child.check(simulated, key, (1, 16), variants) == variants
-    for rows in operator.rows:
+    for rows in operator.rows if operator.raced else ():
         assert operator.run(STOCK, operator.inputs(key, rows, seed=0, exact=False)).size
 
 

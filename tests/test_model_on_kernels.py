@@ -15,9 +15,12 @@ from specmlx.cli import parity_report
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.ngram import NGram
-from specmlx.kernels.choice import STOCK, Chooser, Outcome, Table
+from specmlx.kernels import dispatch
+from specmlx.kernels.choice.operator import STOCK
+from specmlx.kernels.choice.table import Outcome, Table
 from specmlx.kernels.chosen import choose_kernels, restore, run_by_mlx
-from specmlx.kernels.linear import FixedLinear, FixedSwitchLinear, in_blocks
+from specmlx.kernels.dispatch import Chooser
+from specmlx.kernels.linear import CHOSEN, in_blocks
 from specmlx.receipts.parity import verdicts, verdicts_by_choice
 from specmlx.speculation.policy import Policy
 from specmlx.speculation.sampling import make_sampler
@@ -49,8 +52,18 @@ def chooser(tmp_path, consistent=False, **seconds: float) -> Chooser:
     return Chooser(table=table, race=lambda *_: outcome, available=True, consistent=consistent)
 
 
-def on_kernels(model, sim: msl.Simulator, chooser: Chooser) -> None:
-    choose_kernels(model, mx.bfloat16, chooser, sim.metal_kernel, serve=lambda *_, **__: sim.metal_kernel)
+@pytest.fixture
+def on_kernels(monkeypatch):
+    def on_kernels(model, sim: msl.Simulator, chooser: Chooser) -> None:
+        serve(monkeypatch, sim, "attention", "gated_delta", "gated_delta_prefill")
+        choose_kernels(model, mx.bfloat16, chooser, sim.metal_kernel)
+
+    return on_kernels
+
+
+def serve(patch, sim: msl.Simulator, *operators: str) -> None:
+    """Let the simulator run these operators' kernels."""
+    patch.setattr(dispatch, "kernel", lambda name, *_, **__: sim.metal_kernel if name in operators else None)
 
 
 def logits(model, rows: mx.array, states=None) -> mx.array:
@@ -59,7 +72,7 @@ def logits(model, rows: mx.array, states=None) -> mx.array:
 
 @pytest.mark.parametrize("form", ["A", "AX", "B", "V"])
 @pytest.mark.parametrize("changes", [{}, rig.EXPERTS, rig.NEXT], ids=["dense", "experts", "next"])
-def test_a_pass_on_the_kernels_is_that_of_mlx_up_to_rounding(tmp_path, form, changes):
+def test_a_pass_on_the_kernels_is_that_of_mlx_up_to_rounding(tmp_path, form, changes, on_kernels, monkeypatch):
     sizes = LAYERS | {"moe_intermediate_size": 64, "mlp_only_layers": [1]} if changes else LAYERS
     model = rig.tiny(dtype=mx.bfloat16, bits=4, group_size=64, **(changes | sizes))
     rows, sim = rig.tokens(2, 4), msl.Simulator()
@@ -74,13 +87,14 @@ def test_a_pass_on_the_kernels_is_that_of_mlx_up_to_rounding(tmp_path, form, cha
     assert launched["attention_chunks"] == launched["gated_delta"] == 1
     assert any(name.startswith("quantized_matmul") for name in launched)
     restore(model)
+    serve(monkeypatch, sim)
     before = len(sim.reports)
     assert mx.array_equal(logits(model, rows), stock)
     assert len(sim.reports) == before
 
 
 @pytest.mark.parametrize("kv_bits", ["int8", 8, 4])
-def test_quantized_keys_and_values_are_read_by_the_kernel(kv_bits):
+def test_quantized_keys_and_values_are_read_by_the_kernel(kv_bits, monkeypatch):
     model, sim, rows = rig.tiny(dtype=mx.bfloat16, **LAYERS), msl.Simulator(), rig.tokens(2, 9)
     kv_format = KVFormat.read(kv_bits)
 
@@ -91,15 +105,13 @@ def test_quantized_keys_and_values_are_read_by_the_kernel(kv_bits):
         return mx.concatenate([first.logits, model.verify(states, rows[:, 3:]).logits], axis=1)
 
     want = passes()
-    for layer in model.layers:
-        mixer = layer.linear_attn if layer.is_linear else layer.self_attn
-        mixer.serve_by(lambda *_, **__: sim.metal_kernel)
+    serve(monkeypatch, sim, "attention", "gated_delta", "gated_delta_prefill")
     got = passes()
     assert mx.abs(got - want).max().item() <= 0.03 * mx.abs(want).max().item()
     assert [report.name for report in sim.reports].count("specmlx_attention_chunks") == 2
 
 
-def test_consistent_gives_the_plain_text_and_the_default_choice_parts_at_a_margin(tmp_path):
+def test_consistent_gives_the_plain_text_and_the_default_choice_parts_at_a_margin(tmp_path, on_kernels):
     model = rig.tiny(dtype=mx.bfloat16, bits=4, group_size=64, **(rig.SMALL | LAYERS))
     tokenizer, sim = rig.small_tokenizer(tmp_path), msl.Simulator()
     # mlx's CPU kernel, which sums in bfloat16, for one row, and ours for more.
@@ -125,11 +137,11 @@ def test_consistent_gives_the_plain_text_and_the_default_choice_parts_at_a_margi
     assert "1 of 2 prompts identical, first difference at token" in beside and "top-2 margins" in beside
 
 
-def test_consistent_holds_mlx_to_one_number_of_rows_where_there_is_no_kernel(tmp_path):
+def test_consistent_holds_mlx_to_one_number_of_rows_where_there_is_no_kernel(tmp_path, on_kernels):
     model = rig.tiny(dtype=mx.bfloat16, **LAYERS, **(rig.EXPERTS | {"moe_intermediate_size": 64}))
     on_kernels(model, msl.Simulator(), chooser(tmp_path, consistent=True))
     kinds = {type(module) for _, module in model.named_modules()}
-    assert {FixedLinear, FixedSwitchLinear} <= kinds and not {nn.Linear, SwitchLinear} & kinds
+    assert {CHOSEN[nn.Linear], CHOSEN[SwitchLinear]} <= kinds and not {nn.Linear, SwitchLinear} & kinds
     head, shapes = model.language_model.lm_head, []
 
     def seen(x: mx.array) -> mx.array:
@@ -152,7 +164,7 @@ RULES = {"greedy": (None, None), "seeded": (make_sampler(temp=0.9), 3), "sampled
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rounds_with_every_operator_on_our_kernels(tmp_path, rule):
+def test_rounds_with_every_operator_on_our_kernels(tmp_path, rule, on_kernels, monkeypatch):
     sampler, seed = RULES[rule]
     model, sim = rig.tiny(dtype=mx.bfloat16, bits=4, group_size=64, **(rig.SMALL | LAYERS)), msl.Simulator()
     mx.random.seed(0)
@@ -167,10 +179,10 @@ def test_rounds_with_every_operator_on_our_kernels(tmp_path, rule):
     quick = chooser(tmp_path, AX=0.5)
     on_kernels(model, sim, quick)
     on_kernels(drafter.model, sim, quick)
+    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: sim.metal_kernel)
 
     def text(width: int) -> list[int]:
         policy = Policy(sampler, None, seed)
-        drafter.serve = policy.serve = lambda *_, **__: sim.metal_kernel
         given = (Conversation(model.new_states()), [5, 9, 3], policy, drafter if width else None, width)
         return [token.id for token in generate_tokens(model, *given, max_tokens=4)]
 

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import rig
 
+from specmlx.kernels import dispatch
 from specmlx.kernels.attention import metal as attention
-from specmlx.kernels.backend import on_metal
-from specmlx.kernels.choice import FIXED, STOCK, Chooser, Outcome, Table
 from specmlx.kernels.choice.child import check
+from specmlx.kernels.choice.operator import FIXED, STOCK
 from specmlx.kernels.choice.operators import GATE_UP, OPERATORS, QUANTIZED_MATMUL
+from specmlx.kernels.choice.table import Outcome, Table
 from specmlx.kernels.chosen import choose_kernels
+from specmlx.kernels.dispatch import Chooser, on_metal
 from specmlx.kernels.gated_delta import Tape, metal
 
 FORMATS = {
@@ -130,7 +132,7 @@ def test_a_positions_attention_has_the_same_bits_alone_and_among_others(factory)
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 @pytest.mark.parametrize("form", ["A", "AX", "B", "V", FIXED, "bf16"])
-def test_a_consistent_models_rows_have_the_same_bits_alone_and_together(factory, form, kind, tmp_path):
+def test_a_consistent_models_rows_have_the_same_bits_alone_and_together(factory, form, kind, tmp_path, monkeypatch):
     sizes = dict(num_hidden_layers=2, full_attention_interval=2, head_dim=64)
     if kind == "experts":
         if form == "bf16" and not on_metal():
@@ -140,7 +142,8 @@ def test_a_consistent_models_rows_have_the_same_bits_alone_and_together(factory,
     outcome = Outcome() if form == FIXED else Outcome({1: {form: 1.0, "A": 2.0}, 32: {form: 1.0, "A": 2.0}})
     table = Table.read(tmp_path / "kernels.json", "this chip")
     chooser = Chooser(table=table, race=lambda *_: outcome, available=True, consistent=True)
-    choose_kernels(model, mx.bfloat16, chooser, factory, serve=lambda *_, **__: factory)
+    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: factory)
+    choose_kernels(model, mx.bfloat16, chooser, factory)
     ids, states, alone = rig.tokens(1, 9), model.new_states(), []
     together = model.verify(model.new_states(), ids).logits
     for t in range(ids.shape[1]):

@@ -25,11 +25,10 @@ from specmlx.drafters.small_lm import load_small_lm
 from specmlx.formats.checkpoint import read_config
 from specmlx.formats.printable import printable
 from specmlx.hub import download_config, is_id
-from specmlx.kernels.backend import on_metal
-from specmlx.kernels.choice import Chooser, to_stderr
-from specmlx.kernels.choice.serving import kernel_factory
+from specmlx.kernels import dispatch
 from specmlx.kernels.chosen import choose_kernels as choose_layers
 from specmlx.kernels.chosen import mixed, run_by_mlx
+from specmlx.kernels.dispatch import Chooser, on_metal, to_stderr
 from specmlx.places import AUTO, DEMO, MTP, NGRAM, check_drafter_name, resolve
 from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
@@ -215,7 +214,7 @@ def choose_kernels(model: Model | AnyLM, consistent: bool = False) -> None:
     # Asked for now, not in the middle of the first answer.
     by_mlx = run_by_mlx(model, model.dtype)
     for dtype in (model.dtype, mx.float32):
-        kernel_factory("accept", dtype)
+        dispatch.kernel("accept", dtype)
     model.kernel_note = mixed(chosen, [*by_mlx, "attention"] if isinstance(model, AnyLM) else by_mlx)
 
 
@@ -229,7 +228,7 @@ def _choose_drafter_kernels(drafter: Drafter, dtype: mx.Dtype) -> None:
         head = nn.Sequential(drafter.shortlist)
         choose_layers(head, dtype, chooser)
         drafter.shortlist = head.layers[0]
-    kernel_factory("draft_head", dtype)
+    dispatch.kernel("draft_head", dtype)
 
 
 def _attach(

@@ -8,7 +8,8 @@ import click
 from specmlx.cli.terminal import say
 
 if TYPE_CHECKING:
-    from specmlx.kernels.choice import Chooser, Operator
+    from specmlx.kernels.choice.operator import Operator
+    from specmlx.kernels.dispatch import Chooser
 
 EPILOG = """\b
 Examples:
@@ -27,8 +28,8 @@ SPECMLX_KERNELS=0 switches all kernels off for one command.
 @click.option("--on", metavar="NAME", help="Undo --off.")
 def kernels(as_json: bool, again: bool, off: str | None, on: str | None) -> None:
     """Show which kernel serves which shape: kernels of ours are raced against stock mlx when a shape is first seen."""
-    from specmlx.kernels.choice import Chooser
     from specmlx.kernels.choice.operators import OPERATORS
+    from specmlx.kernels.dispatch import Chooser
 
     chooser = Chooser()
     known = {operator.name: operator for operator in OPERATORS}

@@ -74,7 +74,7 @@ def parity(
         model, tokenizer = files.load(
             "auto" if "auto" in draft_model else None, drafting=drafting if "auto" in draft_model else None
         )
-        from specmlx.kernels.backend import on_metal
+        from specmlx.kernels.dispatch import on_metal
         from specmlx.loading import choose_kernels
         from specmlx.places import resolve
         from specmlx.receipts.parity import rope_note, verdicts, verdicts_by_choice

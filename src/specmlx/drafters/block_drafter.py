@@ -11,7 +11,6 @@ from specmlx.drafters.context import SLACK, Context, Rows
 from specmlx.drafters.pairing import TargetSizes
 from specmlx.drafters.vocabulary import DraftVocabulary, logits_of
 from specmlx.formats.identity import fingerprint
-from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.state.kv import reserve, write
 
 # How many rows before the anchor the layers see that have no window of their own.
@@ -48,8 +47,6 @@ class BlockDrafter:
         self.vocab_size = self.config.vocab_size
         self.vocabulary = vocabulary
         self.shortlist: nn.Module | None = None
-        # Says what makes the kernels that turn logits into tokens.
-        self.serve: Serve = kernel_factory
 
     @cached_property
     def fingerprint(self) -> str:

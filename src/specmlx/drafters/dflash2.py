@@ -36,13 +36,13 @@ class DFlash2(BlockDrafter):
         selector = self.model.candidate_selector
         hidden = self.slots_hidden(context, anchor, width)
         logits = self.logits(hidden)
-        unary, ids = selector.candidates(logits, self.serve)
+        unary, ids = selector.candidates(logits)
         ids = ids if self.vocabulary is None else self.vocabulary.ids[ids]
         if policy.greedy:
-            return Proposal(selector.path(hidden, unary, ids, anchor, self.serve))
+            return Proposal(selector.path(hidden, unary, ids, anchor))
         draws = policy.draws(len(anchor), width, self.vocab_size) if isinstance(policy, Drawing) else None
         if draws is not None:
-            tokens, scores = selector.walk(hidden, unary, ids, anchor, draws.at(ids), draws.scale, self.serve)
+            tokens, scores = selector.walk(hidden, unary, ids, anchor, draws.at(ids), draws.scale)
             return Proposal(tokens, draws.q(among(scores, ids, self.vocab_size)) if draws.sampled else None)
         previous, tokens, qs = anchor.astype(mx.int32)[:, None], [], []
         for slot in range(width):

@@ -71,21 +71,21 @@ class DSpark(BlockDrafter):
         head, ids = self.model.markov_head, None if self.vocabulary is None else self.vocabulary.ids
         noise = draws.noise if ids is None else draws.at(ids)
         w1, w2 = head.markov_w1.weight, head.markov_w2.weight
-        tokens, biased = chain(base, w1, w2, anchor, noise, draws.scale, ids, draws.sampled, self.serve)
+        tokens, biased = chain(base, w1, w2, anchor, noise, draws.scale, ids, keep_logits=draws.sampled)
         return self._proposal(hidden, anchor, tokens, draws.q(self.widen(biased)) if draws.sampled else None)
 
     def _walked(self, hidden: mx.array, base: mx.array, anchor: mx.array, draws: Draws) -> Proposal:
         """All slots by one operator, each among its best tokens before the bias."""
-        head, (unary, ids) = self.model.markov_head, top_k(base, self.markov_top_k, self.serve)
+        head, (unary, ids) = self.model.markov_head, top_k(base, self.markov_top_k)
         w1, w2 = head.markov_w1.weight, head.markov_w2.weight
-        tokens, scores = walk(unary, ids, w1, w2, anchor, None, draws.at(ids), draws.scale, self.serve)
+        tokens, scores = walk(unary, ids, w1, w2, anchor, None, draws.at(ids), draws.scale)
         q = draws.q(among(scores, ids, self.vocab_size)) if draws.sampled else None
         return self._proposal(hidden, anchor, tokens, q)
 
     def _among_candidates(self, hidden: mx.array, base: mx.array, anchor: mx.array, policy: DraftPolicy) -> Proposal:
         """The same with the rows of W2 gathered that belong to each slot's best tokens before the bias."""
         head, vocabulary = self.model.markov_head, self.vocabulary
-        unary, rows = top_k(base, self.markov_top_k, self.serve)
+        unary, rows = top_k(base, self.markov_top_k)
         ids = rows if vocabulary is None else vocabulary.ids[rows]
         state, previous, tokens, qs = None, anchor.astype(mx.int32)[:, None], [], []
         for slot in range(base.shape[1]):

@@ -4,7 +4,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.drafters.config import DrafterConfig
-from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.draft_head import path, top_k, walk
 
 
@@ -19,9 +18,9 @@ class CandidateSelector(nn.Module):
         self.successor_codebook = mx.random.normal(shape, scale=0.02)
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
-    def candidates(self, logits: mx.array, serve: Serve = kernel_factory) -> tuple[mx.array, mx.array]:
+    def candidates(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """The `top_k` largest logits `[..., K]` float32 of `[..., V]`, and their ids `[..., K]` int32."""
-        ids = mx.stop_gradient(top_k(mx.stop_gradient(logits), min(self.top_k, logits.shape[-1]), serve)[1])
+        ids = mx.stop_gradient(top_k(mx.stop_gradient(logits), min(self.top_k, logits.shape[-1]))[1])
         return mx.take_along_axis(logits, ids, axis=-1).astype(mx.float32), ids
 
     def scores(self, hidden: mx.array, unary: mx.array, ids: mx.array, previous: mx.array) -> mx.array:
@@ -33,12 +32,10 @@ class CandidateSelector(nn.Module):
         before = self.predecessor_codebook[previous].astype(mx.float32) * z
         return unary[..., None, :] + before @ self.successor_codebook[ids].astype(mx.float32).swapaxes(-1, -2)
 
-    def path(
-        self, hidden: mx.array, unary: mx.array, ids: mx.array, anchor: mx.array, serve: Serve = kernel_factory
-    ) -> mx.array:
+    def path(self, hidden: mx.array, unary: mx.array, ids: mx.array, anchor: mx.array) -> mx.array:
         """The tokens `[B, S]` of the path through the slots' candidates that is expected to keep most of its tokens."""
         z = self.hidden_projection(hidden)
-        return path(unary, ids, self.predecessor_codebook, self.successor_codebook, anchor, z, serve)
+        return path(unary, ids, self.predecessor_codebook, self.successor_codebook, anchor, z)
 
     def walk(
         self,
@@ -48,8 +45,7 @@ class CandidateSelector(nn.Module):
         anchor: mx.array,
         noise: mx.array | None,
         scale: float,
-        serve: Serve = kernel_factory,
     ) -> tuple[mx.array, mx.array]:
         """Tokens `[B, S]` drawn slot by slot by argmax(scale * score + noise), and each slot's scores `[B, S, K]`."""
         z = self.hidden_projection(hidden)
-        return walk(unary, ids, self.predecessor_codebook, self.successor_codebook, anchor, z, noise, scale, serve)
+        return walk(unary, ids, self.predecessor_codebook, self.successor_codebook, anchor, z, noise, scale)

@@ -15,7 +15,7 @@ from specmlx.drafters.small_lm import SmallLM
 from specmlx.drafters.vocabulary import shorten
 from specmlx.formats.header import read_json
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
-from specmlx.kernels.backend import on_metal
+from specmlx.kernels.dispatch import on_metal
 
 FREQUENCIES = "token_frequencies.json"
 # mode, bits and group size by name.

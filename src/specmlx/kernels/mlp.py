@@ -7,9 +7,10 @@ import mlx.nn as nn
 from mlx_lm.models.activations import swiglu
 
 from specmlx.formats.scaled_linear import ScaledLinear
-from specmlx.kernels.choice import STOCK, Choice
+from specmlx.kernels.choice.operator import STOCK
+from specmlx.kernels.dispatch import Choice
 from specmlx.kernels.gate_up import Matrix, gate_up
-from specmlx.kernels.linear import added, products
+from specmlx.kernels.linear import added, packing, products
 
 
 class GatedMLP(nn.Module):
@@ -33,7 +34,7 @@ class GatedMLP(nn.Module):
         packed = type(gate) is type(up) and type(gate) in (nn.QuantizedLinear, ScaledLinear)
         if not packed or "bias" in gate or "bias" in up or gate.weight.shape != up.weight.shape:
             return None
-        return gate if _format(gate) == _format(up) else None
+        return gate if packing(gate) == packing(up) else None
 
     def choose(self, choice: Choice | None, factory: Callable = mx.fast.metal_kernel) -> None:
         """Run gate and up as the choice says; without one, and in rows that it leaves to mlx, as the layers do."""
@@ -48,11 +49,7 @@ class GatedMLP(nn.Module):
         variant = STOCK if self._pair is None else self._pair.variant(x.size // x.shape[-1])
         if variant == STOCK:
             return swiglu(*products(x, gate, up))
-        return gate_up(x, _matrix(gate), _matrix(up), variant, self._factory, **_format(gate))
-
-
-def _format(layer: nn.Module) -> dict:
-    return {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+        return gate_up(x, _matrix(gate), _matrix(up), variant, self._factory, **packing(gate))
 
 
 def _matrix(layer: nn.Module) -> Matrix:

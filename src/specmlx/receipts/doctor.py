@@ -11,9 +11,8 @@ import mlx.core as mx
 import specmlx
 import specmlx.kernels
 from specmlx.formats.sizes import affine
-from specmlx.kernels.backend import metal_factory
-from specmlx.kernels.choice import Chooser
 from specmlx.kernels.choice.operators import OPERATORS
+from specmlx.kernels.dispatch import Chooser, metal_factory
 from specmlx.receipts.chips import chip_named
 from specmlx.receipts.machine import Bandwidth, Machine, known_bandwidth, measure_bandwidth, this_machine
 from specmlx.receipts.parity import total, verdicts

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from specmlx.kernels import accept
-from specmlx.kernels.choice.serving import Serve, kernel_factory
 
 # What is wrong with the logits of a row: the target's own are NaN or +inf, or what the processors made of them is.
 TARGETS, PROCESSED = 1, 2
@@ -38,27 +37,19 @@ def accept_match(tokens: mx.array, target_tokens: mx.array) -> Outcome:
     return Outcome(*accept.match(tokens, target_tokens))
 
 
-def accept_best(
-    tokens: mx.array, scores: mx.array, noise: mx.array | None = None, serve: Serve = kernel_factory
-) -> Outcome:
+def accept_best(tokens: mx.array, scores: mx.array, noise: mx.array | None = None) -> Outcome:
     """`accept_match` where the target's token of a row is the best one, by a kernel where there is one.
 
     Args:
         tokens: proposal, [B, γ] int.
         scores: of every token in every row, [B, γ + 1, V].
         noise: added to the scores, [B, γ + 1, V] float32, or None.
-        serve: says what makes the kernel.
     """
-    return Outcome(*accept.match_best(tokens, scores, noise, serve))
+    return Outcome(*accept.match_best(tokens, scores, noise))
 
 
 def accept_rejection(
-    tokens: mx.array,
-    q: mx.array | None,
-    p: mx.array,
-    u: mx.array,
-    residual_noise: mx.array,
-    serve: Serve = kernel_factory,
+    tokens: mx.array, q: mx.array | None, p: mx.array, u: mx.array, residual_noise: mx.array
 ) -> Outcome:
     """Rejection sampling: delivered tokens have the target's distribution p (Leviathan et al. 2023, alg. 1).
 
@@ -72,6 +63,5 @@ def accept_rejection(
         p: the target's distribution of every row, [B, γ + 1, V] float32.
         u: uniform in [0, 1), [B, γ] float32.
         residual_noise: Gumbel noise for the one draw of the round, [B, V] float32.
-        serve: says what makes the kernel.
     """
-    return Outcome(*accept.rejection(tokens, q, p, u, residual_noise, serve))
+    return Outcome(*accept.rejection(tokens, q, p, u, residual_noise))

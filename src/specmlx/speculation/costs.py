@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from specmlx.formats.cache import cache_directory
-from specmlx.kernels.backend import metal_factory
+from specmlx.kernels.dispatch import metal_factory
 
 # Standard deviations of logarithms of seconds.
 # Of one round, until rounds have told it; at least and at most.

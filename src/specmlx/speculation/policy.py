@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from specmlx.drafters.proposal import Draws, among
-from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.draft_head import top_k
 from specmlx.speculation import foreign
 from specmlx.speculation.accept import PROCESSED, TARGETS, Outcome, accept_best, accept_rejection
@@ -43,7 +42,6 @@ class Policy:
         rule: "greedy", "coupled", "rejection", or "sampler-match" for a foreign sampler.
         sequential: True if rows are handled one by one, with a look at the device each; `reason` says why.
         reason: one line, or None.
-        serve: says what makes the kernels of acceptance.
         call: runs a callable of the user's with its arguments.
     """
 
@@ -66,7 +64,6 @@ class Policy:
             if not callable(value):
                 raise ValueError(f"{what} must be callable, got {value!r}: use specmlx.make_{what}")
         self.noise = Noise(seed)
-        self.serve: Serve = kernel_factory
         self.call: Callable = operator.call
         ours = isinstance(self.sampler, Sampler)
         if not ours and seed is not None:
@@ -166,7 +163,7 @@ class RoundPolicy:
             return mx.argmax(logits, axis=-1).astype(mx.int32), None
         if self._few(logits.shape[-1]):
             # Of all others the filters leave nothing: they needn't be sorted.
-            scores, ids = top_k(logits, policy.sampler.top_k, policy.serve)
+            scores, ids = top_k(logits, policy.sampler.top_k)
             total = mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
             return self._draw_among(scores - total, ids, slot, logits.shape[-1])
         indices = self._indices(slot, logits.shape)
@@ -248,13 +245,13 @@ class RoundPolicy:
         total = mx.logsumexp(logits, axis=-1, keepdims=True)
         logprobs, faults = logits - total, ~mx.isfinite(total[..., 0])
         if policy.rule != "rejection":
-            outcome = accept_best(tokens, *policy.scores(logprobs, indices), serve=policy.serve)
+            outcome = accept_best(tokens, *policy.scores(logprobs, indices))
             return self._with_faults(outcome, given, faults), logprobs
         p = mx.exp(policy.log_probs(logprobs, indices))
         u = policy.noise.uniform("accept", indices[:, :-1])
         # One draw a round: it is keyed by the round's first index, which no other round has.
         noise = policy.noise.gumbel("residual", indices[:, :1], logits.shape[-1])[:, 0]
-        outcome = accept_rejection(tokens, q, p, u, noise, policy.serve)
+        outcome = accept_rejection(tokens, q, p, u, noise)
         return self._with_faults(outcome, given, faults), logprobs
 
     def _with_faults(self, outcome: Outcome, given: mx.array, faults: mx.array) -> Outcome:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.gated_delta import Tape, advance, fold
 
 
@@ -26,14 +25,12 @@ class Recurrent(NamedTuple):
             return self
         return Recurrent(fold(self.S, self.tape, count), self.conv_after(count))
 
-    def advance(
-        self, count: int | mx.array, *rows: mx.array, serve: Serve = kernel_factory
-    ) -> tuple[mx.array, mx.array, Tape]:
+    def advance(self, count: int | mx.array, *rows: mx.array) -> tuple[mx.array, mx.array, Tape]:
         """S with the first `count` tape rows applied, the outputs of new rows from there, and the new rows' tape.
 
-        rows: q, k, v, g and beta, as `gated_delta.advance` takes them; serve: says what makes its kernel.
+        rows: q, k, v, g and beta, as `gated_delta.advance` takes them.
         """
-        return advance(self.S, self.tape, count, *rows, serve)
+        return advance(self.S, self.tape, count, *rows)
 
     def conv_after(self, count: int | mx.array) -> mx.array:
         """The last conv inputs `[B, K-1, C]` once the first `count` tape rows are in."""

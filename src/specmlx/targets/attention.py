@@ -7,7 +7,6 @@ import mlx.nn as nn
 
 from specmlx.formats.rope import attention_factor, is_plain, periods, rotary_dims, slowdown
 from specmlx.kernels.attention import Stored, attention, runs
-from specmlx.kernels.choice.serving import Serve, kernel_factory
 from specmlx.kernels.linear import added, products
 from specmlx.state.kv import KV, reserve, write
 from specmlx.state.quantized_kv import KVFormat
@@ -53,17 +52,13 @@ class Attention(nn.Module):
         rope, dims = config.rope_parameters, rotary_dims(config.rope_parameters, self.head_dim)
         plain = is_plain(rope)
         self.rope = nn.RoPE(dims, base=rope["rope_theta"], scale=1 / slowdown(rope)) if plain else Rope(rope, dims)
-        self._serve: Serve = kernel_factory
+        self.consistent = False
 
     def on_kernel(self, dtype: mx.Dtype) -> bool:
         """See `Served`: over keys that are not quantized."""
         q, k = ((1, heads, 1, self.head_dim) for heads in (self.num_attention_heads, self.num_key_value_heads))
         keys = Stored(mx.zeros(k, dtype))
-        return runs(mx.zeros(q, dtype), keys, keys, self._serve)
-
-    def serve_by(self, serve: Serve) -> None:
-        """Ask `serve` for the kernel of attention."""
-        self._serve = serve
+        return runs(mx.zeros(q, dtype), keys, keys)
 
     def __call__(
         self,
@@ -90,15 +85,15 @@ class Attention(nn.Module):
         if kv_format is not None:
             kv = kv_format.written(kv, k, v, start, length, expected)
             keys, values = kv_format.stored(kv)
-            if runs(q, keys, values, self._serve):
-                o = attention(q, keys, values, start, length, self.scale, mask, first=first, serve=self._serve)
+            if runs(q, keys, values):
+                o = attention(q, keys, values, start, length, self.scale, mask, first=first)
             else:
                 o = kv_format.attend(q, kv, length, self.scale, mask)
             return self.output(o, gate, residual), kv
         if length:
             kv = write(reserve(kv, length, k, v, expected=expected), k, v, start)
             keys, values = Stored(kv.keys), Stored(kv.values)
-            o = attention(q, keys, values, start, length, self.scale, mask, first=first, serve=self._serve)
+            o = attention(q, keys, values, start, length, self.scale, mask, first=first)
             return self.output(o, gate, residual), kv
         return self.attend(q, gate, k, v, mask, residual), kv
 

@@ -4,8 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.activations import precise_swiglu
 
-from specmlx.kernels.choice.serving import Serve, kernel_factory
-from specmlx.kernels.gated_delta import factory, prefill, prefill_factory
+from specmlx.kernels.gated_delta import kernel, prefill
 from specmlx.kernels.linear import added, products
 from specmlx.state.recurrent import Recurrent
 from specmlx.targets.config import HybridConfig
@@ -45,18 +44,15 @@ class GatedDeltaNet(nn.Module):
         self.A_log = mx.log(mx.random.uniform(low=1e-3, high=16, shape=(self.num_v_heads,)))
         self.norm = RMSNormGated(self.head_v_dim, eps=config.rms_norm_eps)
         self.out_proj = nn.Linear(self.value_dim, config.hidden_size, bias=False)
-        self._serve: Serve = kernel_factory
+        self.consistent = False
 
     def on_kernel(self, dtype: mx.Dtype) -> bool:
         """See `Served`."""
-        sizes = dict(Hk=self.num_k_heads, Hv=self.num_v_heads, Dk=self.head_k_dim, Dv=self.head_v_dim)
+        sizes = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
         # What runs prompts is checked at the same time.
-        prefill_factory(**sizes, serve=self._serve)
-        return factory(dtype, **sizes, serve=self._serve) is not None
-
-    def serve_by(self, serve: Serve) -> None:
-        """Ask `serve` for the kernel of the delta rule."""
-        self._serve = serve
+        prompts = kernel("gated_delta" if self.consistent else "gated_delta_prefill", mx.float32, *sizes)
+        served = kernel("gated_delta", dtype, *sizes) is not None
+        return served and (prompts is not None or not self.consistent)
 
     def _add_projections(self, dims: int) -> None:
         self.in_proj_qkv = nn.Linear(dims, self.conv_dim, bias=False)
@@ -78,7 +74,7 @@ class GatedDeltaNet(nn.Module):
     def prefill(self, x: mx.array, state: Recurrent, residual: mx.array | None) -> tuple[mx.array, Recurrent]:
         """Rows `[B, T, D]` that are all kept, plus `residual`; `state` has no tape."""
         q, k, v, g, beta, conv_input, z = self._project(x, state.conv)
-        y, S = prefill(state.S, q, k, v, g, beta, None if self.training else self._serve)
+        y, S = prefill(state.S, q, k, v, g, beta, consistent=self.consistent, gradient=self.training)
         conv = mx.contiguous(conv_input[:, -(self.conv_kernel_size - 1) :])
         return self._output(y, z, residual), Recurrent(S, conv)
 
@@ -88,7 +84,7 @@ class GatedDeltaNet(nn.Module):
         """Rows `[B, T, D]` of which none is kept yet, after the first `count` rows of the last pass were; see above."""
         conv = state.conv_after(count)
         q, k, v, g, beta, conv_input, z = self._project(x, conv)
-        S, y, tape = state.advance(count, q, k, v, g, beta, serve=self._serve)
+        S, y, tape = state.advance(count, q, k, v, g, beta)
         conv_rows = conv_input[:, self.conv_kernel_size - 1 :]
         return self._output(y, z, residual), Recurrent(S, conv, tape, conv_rows)
 

@@ -1,17 +1,23 @@
 """Launch of the attention kernels: chunks of keys, then their merge in order."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from math import e, log2
-from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from specmlx.kernels.attention.reference import Stored
+from specmlx.kernels.source import Source
 from specmlx.kernels.tuning import Tuning, tuning
 
-_HERE = Path(__file__).parent
+_CHUNKS = Source(
+    "attention_chunks",
+    "q keys key_scales key_biases values value_scales value_biases start scale",
+    "partial stats",
+    "attention/kernel",
+    "attention/unseen attention/load",
+)
+_MERGE = Source("attention_merge", "partial stats", "out", "attention/merge", "attention/unseen")
 MAX_ROWS = 17
 # More rows than this times 17 would not fit in threadgroup memory; a wider group is run in equal parts.
 _HEADS = 8
@@ -73,49 +79,26 @@ def attention(
     unused = start
     parts = [unused if part is None else part for x in (keys, values) for part in x[:3]]
     n = chunks.count(length, window + T - 1 if window else None)
-    template = [("T", q.dtype), ("L", T), ("Hq", Hq), ("G", G), ("D", D)]
-    partial, stats = _kernel("attention_chunks", factory)(
-        inputs=[q, *parts, start, mx.array(scale * log2(e), dtype=mx.float32)],
-        template=[
-            *template,
-            ("Hkv", Hkv),
-            ("FORMAT", 2 if keys.biases is not None else 1 if keys.scales is not None else 0),
-            ("BITS", keys.bits or 8 * keys.data.dtype.size),
-            ("GROUP", keys.group_size),
-            ("WINDOW", window or 0),
-            ("FIRST", first),
-            ("NC", NC),
-            # Keys of one softmax step, the same for every T: the scores of 17 rows fit in 32 KB.
-            ("KB", 64 if G <= 6 else 32),
-            ("CHUNK", chunks.size),
-            ("MANY", chunks.many),
-            ("REST", chunks.rest),
-        ],
-        grid=(threads, n, B * Hq // G),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(B, Hq // G, n, T * G, D), (B, Hq // G, n, T * G, 2)],
-        output_dtypes=[mx.float32, mx.float32],
+    template = {"T": q.dtype, "L": T, "Hq": Hq, "G": G, "D": D}
+    partials = _CHUNKS(
+        factory,
+        [q, *parts, start, mx.array(scale * log2(e), dtype=mx.float32)],
+        [((B, Hq // G, n, T * G, D), mx.float32), ((B, Hq // G, n, T * G, 2), mx.float32)],
+        (threads, n, B * Hq // G),
+        (threads, 1, 1),
+        **template,
+        Hkv=Hkv,
+        FORMAT=2 if keys.biases is not None else 1 if keys.scales is not None else 0,
+        BITS=keys.bits or 8 * keys.data.dtype.size,
+        GROUP=keys.group_size,
+        WINDOW=window or 0,
+        FIRST=first,
+        NC=NC,
+        # Keys of one softmax step, the same for every T: the scores of 17 rows fit in 32 KB.
+        KB=64 if G <= 6 else 32,
+        CHUNK=chunks.size,
+        MANY=chunks.many,
+        REST=chunks.rest,
     )
-    out = _kernel("attention_merge", factory)(
-        inputs=[partial, stats],
-        template=template,
-        grid=(D, T * Hq, B),
-        threadgroup=(D, 1, 1),
-        output_shapes=[(B, T, Hq, D)],
-        output_dtypes=[q.dtype],
-    )[0]
+    [out] = _MERGE(factory, partials, [((B, T, Hq, D), q.dtype)], (D, T * Hq, B), (D, 1, 1), **template)
     return out.transpose(0, 2, 1, 3)
-
-
-@lru_cache
-def _kernel(name: str, factory: Callable) -> Callable:
-    def text(file: str) -> str:
-        return (_HERE / f"{file}.metal").read_text()
-
-    if name == "attention_merge":
-        inputs, outputs, source, header = ["partial", "stats"], ["out"], text("merge"), text("unseen")
-    else:
-        stored = ["keys", "key_scales", "key_biases", "values", "value_scales", "value_biases"]
-        inputs, outputs = ["q", *stored, "start", "scale"], ["partial", "stats"]
-        source, header = text("kernel"), text("unseen") + text("load")
-    return factory(name=f"specmlx_{name}", input_names=inputs, output_names=outputs, source=source, header=header)

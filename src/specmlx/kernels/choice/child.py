@@ -1,6 +1,7 @@
-"""The process that races an operator's variants: a job as JSON on stdin, a line of JSON for every step on stdout.
+"""The process that checks an operator's variants, and races them.
 
-Before a variant runs its name is printed, so that the parent knows which one hung or took the process down.
+A job comes as JSON on stdin, a line of JSON for every step goes to stdout. Before a variant runs its name is printed,
+so that the parent knows which one hung or took the process down.
 """
 
 import json
@@ -81,7 +82,7 @@ def main() -> None:
     say(ready=True)
     right = check(operator, job["key"], tuple(job["rows"]), job["variants"])
     trusted = [] if STOCK in operator.variants(job["key"]) else [STOCK]
-    if right:
+    if right and operator.raced:
         race(operator, job["key"], tuple(job["rows"]), right + trusted)
     say(done=True)
 

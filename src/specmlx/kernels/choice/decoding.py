@@ -1,8 +1,6 @@
-"""The operators beside the products: each has one kernel, which serves all row counts or none."""
+"""The operators beside the products: each has one kernel, which serves all row counts where it is right."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 
@@ -11,14 +9,12 @@ from specmlx.kernels.accept import reference as accept_reference
 from specmlx.kernels.attention import metal as attention_metal
 from specmlx.kernels.attention import reference as attention_reference
 from specmlx.kernels.attention.reference import Stored
-from specmlx.kernels.choice.operator import STOCK, TOGETHER, Key
+from specmlx.kernels.choice.operator import METAL, STOCK, Key, Operator
 from specmlx.kernels.draft_head import metal as head_metal
 from specmlx.kernels.draft_head import reference as head_reference
 from specmlx.kernels.gated_delta import metal as delta_metal
 from specmlx.kernels.gated_delta import reference as delta_reference
 from specmlx.kernels.gated_delta.reference import Tape
-
-METAL = "metal"
 
 
 def normal(seed: int, *shape: int) -> mx.array:
@@ -30,51 +26,12 @@ def joined(arrays: Any) -> mx.array:
     return mx.concatenate([x.reshape(-1).astype(mx.float32) for x in arrays])
 
 
-@dataclass(frozen=True)
-class Decoding:
-    """What these operators share. Keys name the dtype; shapes only where the kernel depends on them."""
-
-    factory: Callable = mx.fast.metal_kernel
-
-    name: ClassVar[str]
-    one_order: ClassVar[tuple[str, ...]] = (METAL,)
-    rows: ClassVar[tuple[int, ...]] = (1, 8, 16)
-    by_rows: ClassVar[bool] = False
-    firm: ClassVar[bool] = False
-    fixed: ClassVar[bool] = False
-    together: ClassVar[int] = TOGETHER
-
-    @property
-    def address(self) -> str:
-        return f"{__name__}:{self.name.upper()}"
-
-    def variants(self, key: Key) -> tuple[str, ...]:
-        return (METAL,)
-
-    def small(self, key: Key) -> Key:
-        return key
-
-    def nbytes(self, key: Key) -> int:
-        return 2**24
-
-    def tolerance(self, key: Key) -> float:
-        return {"bfloat16": 2**-7, "float16": 2**-10}.get(key["dtype"], 1e-5)
-
-    def reference(self, inputs: Any) -> mx.array:
-        return self.run("reference", inputs)
-
-
-class GatedDelta(Decoding):
+class GatedDelta(Operator):
     """Fold of two tape rows and a pass of rows. Keys: Hk, Hv, Dk, Dv, dtype."""
 
     name = "gated_delta"
-    # Its rows and its fold are one function. Stock's are two, which a compiler may contract differently.
-    firm = True
 
-    def nbytes(self, key: Key) -> int:
-        return 4 * key["Hv"] * key["Dv"] * key["Dk"]
-
-    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> tuple:
         Hk, Hv, Dk, Dv, dtype = (key[name] for name in ("Hk", "Hv", "Dk", "Dv", "dtype"))
 
         def keys(seed: int) -> mx.array:
@@ -100,18 +57,17 @@ class GatedDelta(Decoding):
 class GatedDeltaPrefill(GatedDelta):
     """Rows that are all kept. Keys as of `GatedDelta`, dtype float32.
 
-    Stock is mlx's operator, checked too: in another order of sums float32 is off by 1e-6 of the largest value, with the
-    tf32 of tensor units by 2e-4.
+    Stock is mlx's operator, which serves where it is right: in another order of sums float32 is off by 1e-6 of the
+    largest value, with the tf32 of tensor units by 2e-4.
     """
 
     name = "gated_delta_prefill"
-    firm = False
     rows = (24, 333)
 
     def variants(self, key: Key) -> tuple[str, ...]:
         return (STOCK, METAL)
 
-    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> tuple:
         S, _, _, *given = super().inputs(key, rows, seed, exact)
         return S, *given
 
@@ -124,19 +80,16 @@ class GatedDeltaPrefill(GatedDelta):
         return joined(delta_reference.steps(S, *rows)[:2])
 
 
-class Attention(Decoding):
+class Attention(Operator):
     """Rows over a buffer of keys and values. Keys: Hq, Hkv, D, kv ("plain", "int8", "affine4", "affine8"), dtype."""
 
     name = "attention"
 
-    def nbytes(self, key: Key) -> int:
-        return 4 * key["Hkv"] * 2048 * key["D"]
-
-    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
-        length, dtype = 333 if exact else 2048, getattr(mx, key["dtype"])
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> tuple:
+        dtype = getattr(mx, key["dtype"])
 
         def stored(seed: int) -> Stored:
-            x = normal(seed, 1, key["Hkv"], length, key["D"]).astype(dtype)
+            x = normal(seed, 1, key["Hkv"], 333, key["D"]).astype(dtype)
             if key["kv"] == "plain":
                 return Stored(x)
             if key["kv"] == "int8":
@@ -149,18 +102,14 @@ class Attention(Decoding):
 
     def run(self, variant: str, inputs: tuple) -> mx.array:
         q, keys, values = inputs
-        length, T, scale = keys.data.shape[2], q.shape[2], q.shape[-1] ** -0.5
-        start = mx.array([length - T], dtype=mx.int32)
+        length, scale = keys.data.shape[2], q.shape[-1] ** -0.5
+        start = mx.array([length - q.shape[2]], dtype=mx.int32)
         if variant == METAL:
             return attention_metal.attention(q, keys, values, start, length, scale, factory=self.factory)
-        # mlx has no attention over quantized keys: what serves instead is the reference.
-        if variant == "reference" or keys.bits:
-            return attention_reference.attention(q, keys, values, start, scale)
-        mask = "causal" if T > 1 else None
-        return mx.fast.scaled_dot_product_attention(q, keys.data, values.data, scale=scale, mask=mask)
+        return attention_reference.attention(q, keys, values, start, scale)
 
 
-class DraftHead(Decoding):
+class DraftHead(Operator):
     """Top candidates, walk, best path and Markov chain of 3 slots. Keys: dtype."""
 
     name = "draft_head"
@@ -169,18 +118,15 @@ class DraftHead(Decoding):
         # Ids, and logits as they were read.
         return 0.0
 
-    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
-        V, R = (1000, 64) if exact else (32768, 64)
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> tuple:
+        V, R = 1000, 64
         logits = (3 * normal(seed, 1, 3, V)).astype(getattr(mx, key["dtype"]))
         w1, w2 = (normal(seed + i, V, R).astype(logits.dtype) for i in (1, 2))
         return logits, w1, w2, mx.array([7], dtype=mx.int32)
 
     def run(self, variant: str, inputs: tuple) -> mx.array:
         logits, w1, w2, anchor = inputs
-        if variant == METAL:
-            head, made = head_metal, {"factory": self.factory}
-        else:
-            head, made = head_reference, {}
+        head, made = (head_metal, {"factory": self.factory}) if variant == METAL else (head_reference, {})
         values, ids = head.top_k(logits, 4, **made)
         order = mx.argsort(-values, axis=-1)
         values, ids = (mx.take_along_axis(x, order, axis=-1) for x in (values, ids))
@@ -191,7 +137,7 @@ class DraftHead(Decoding):
         return joined([values, tokens, walked, head.path(values, ids, w1, w2, anchor, **made)])
 
 
-class Accept(Decoding):
+class Accept(Operator):
     """Match of the best tokens and rejection sampling. Keys: dtype."""
 
     name = "accept"
@@ -200,8 +146,8 @@ class Accept(Decoding):
         # Ids, and logits as they were read.
         return 0.0
 
-    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> tuple:
-        V = 1000 if exact else 32768
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> tuple:
+        V = 1000
         scores = (4 * normal(seed, 1, rows, V)).astype(getattr(mx, key["dtype"]))
         p, q = mx.softmax(scores.astype(mx.float32), axis=-1), mx.softmax(4 * normal(seed + 1, 1, rows, V), axis=-1)
         # Half of the proposal is the target's own choice.

@@ -1,78 +1,69 @@
-"""What a race needs to know of an operator, and what it finds out."""
+"""What a check or a race needs to know of an operator."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import mlx.core as mx
 
 STOCK = "stock"
 FIXED = "stock-32"  # stock mlx on a fixed number of rows: one kernel of its for few rows and for fewer
+METAL = "metal"  # our kernel, of operators that have one
 TOGETHER = 32 * 17  # rows of a pass: 32 lanes of the widest block
 Key = Mapping[str, Any]  # shape, format and dtype, as JSON can hold them
 
 
-class Operator(Protocol):
-    """An operator with kernels of ours.
+@dataclass(frozen=True)
+class Operator:
+    """An operator with kernels of ours, each of which gives a row the same bits whatever the number of rows.
 
-    name: as `specmlx kernels` shows it. address: "module:attribute", from where the child process imports it.
-    one_order: the variants that give a row the same bits whatever the number of rows. rows: the row counts to race.
-    by_rows: whether row counts may be served by different variants. firm: whether a kernel of ours that is right serves
-    whatever the race says. fixed: whether stock mlx can be held to one kernel, as FIXED. together: how many rows lanes
-    have together at most, none of which must part from its lane alone.
+    factory: makes the kernels. name: as `specmlx kernels` shows it. rows: the row counts to check, and to race.
+    raced: whether row counts go to the fastest variant, which stock mlx may be; else the first of `variants` that is
+    right serves all. together: how many rows lanes have together at most, none of which must part from its lane alone.
     """
 
-    name: str
-    address: str
-    one_order: tuple[str, ...]
-    rows: tuple[int, ...]
-    by_rows: bool
-    firm: bool
-    fixed: bool
-    together: int
+    factory: Callable = mx.fast.metal_kernel
+
+    name: ClassVar[str]
+    rows: ClassVar[tuple[int, ...]] = (1, 8, 16)
+    raced: ClassVar[bool] = False
+    together: ClassVar[int] = TOGETHER
+
+    @property
+    def address(self) -> str:
+        """From where the child process imports it, "module:attribute"."""
+        return f"{type(self).__module__}:{self.name.upper()}"
 
     def variants(self, key: Key) -> tuple[str, ...]:
         """Our kernels that take it; STOCK too where mlx's own is not trusted unchecked."""
+        return (METAL,)
 
     def small(self, key: Key) -> Key:
         """The same operator on an input small enough for the reference."""
+        return key
 
     def nbytes(self, key: Key) -> int:
-        """Bytes of the weights of one input."""
+        """Bytes of the weights of one input, of operators that are raced."""
+        raise NotImplementedError
 
-    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Any:
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> Any:
         """Random inputs. `exact`: such that the reference holds for them; otherwise only their cost matters."""
+        raise NotImplementedError
 
     def run(self, variant: str, inputs: Any) -> mx.array:
         """The result of a variant, or of mlx's own operation for "stock"."""
+        raise NotImplementedError
 
     def reference(self, inputs: Any) -> mx.array:
         """The result by the readable reference."""
+        return self.run("reference", inputs)
 
     def tolerance(self, key: Key) -> float:
         """The largest error that is right, relative to the largest value of the result."""
+        return {"bfloat16": 2**-7, "float16": 2**-10}.get(key["dtype"], 1e-5)
 
 
 def import_operator(address: str) -> Operator:
     module, _, attribute = address.partition(":")
     return getattr(import_module(module), attribute)
-
-
-@dataclass
-class Outcome:
-    """Of a race: seconds of a call by row count and variant, and why variants were dropped."""
-
-    seconds: dict[int, dict[str, float]] = field(default_factory=dict)
-    dropped: dict[str, str] = field(default_factory=dict)
-
-    def fastest(self, rows: int) -> str:
-        """The variant for `rows`, by the next row count that was measured; stock beyond the last."""
-        measured = min((n for n in self.seconds if n >= rows), default=None)
-        times = self.seconds.get(measured, {})
-        return min(times, key=times.__getitem__, default=STOCK)
-
-    def for_every_row_count(self, variants: tuple[str, ...]) -> str:
-        """The fastest over all row counts together of those variants that ran in each; stock if none did."""
-        ran = [v for v in variants if self.seconds and all(v in times for times in self.seconds.values())]
-        return min(ran, key=lambda v: sum(times[v] for times in self.seconds.values()), default=STOCK)

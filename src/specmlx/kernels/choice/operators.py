@@ -1,7 +1,5 @@
-"""The operators whose kernels are raced."""
+"""The products, whose kernels are raced, and all operators together."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -11,6 +9,7 @@ from specmlx.kernels.choice.operator import STOCK, TOGETHER, Key, Operator
 from specmlx.kernels.experts import gather_by_expert
 from specmlx.kernels.gate_up import Matrix, gate_up
 from specmlx.kernels.quantized_matmul import quantized_matmul, reference
+from specmlx.kernels.quantized_matmul.metal import scales_outside
 from specmlx.kernels.tuning import tuning
 
 
@@ -28,26 +27,19 @@ class Packed(NamedTuple):
     residual: mx.array | None = None
 
 
-@dataclass(frozen=True)
-class OnPacked:
-    """What operators on packed matrices have in common. Keys: N, K, mode, bits, group_size, dtype."""
+class QuantizedMatmul(Operator):
+    """x times a packed matrix. Keys: N, K, mode, bits, group_size, dtype."""
 
-    one_order: tuple[str, ...] = ("A", "AX", "B", "V")
-    by_rows: bool = True
-    firm: bool = False
-    fixed: bool = True
-    together: int = TOGETHER
-    factory: Callable = mx.fast.metal_kernel
+    name = "quantized_matmul"
+    raced = True
 
     @property
     def rows(self) -> tuple[int, ...]:
         return tuning().raced_rows
 
     def variants(self, key: Key) -> tuple[str, ...]:
-        return tuple(v for v in self.one_order if v != "B" or self._has_groups_outside(key))
-
-    def _has_groups_outside(self, key: Key) -> bool:
-        return key["mode"] == "affine" and key["bits"] in (4, 8) and key["group_size"] in (64, 128)
+        form_b = ("B",) if scales_outside(key["mode"], key["bits"], key["group_size"]) else ()
+        return ("A", "AX", *form_b, "V")
 
     def small(self, key: Key) -> Key:
         # Not a multiple of any tile, so that the last rows are looked at too.
@@ -56,19 +48,7 @@ class OnPacked:
     def nbytes(self, key: Key) -> int:
         return key["N"] * key["K"] * key["bits"] // 8
 
-    def tolerance(self, key: Key) -> float:
-        # The result is rounded once; sums in float32 add little to that.
-        return 2**-7 if key["dtype"] == "bfloat16" else 2**-10
-
-
-@dataclass(frozen=True)
-class QuantizedMatmul(OnPacked):
-    """x times a packed matrix."""
-
-    name: str = "quantized_matmul"
-    address: str = f"{__name__}:QUANTIZED_MATMUL"
-
-    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Packed:
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> Packed:
         dtype = getattr(mx, key["dtype"])
         N, K, mode, bits, group_size = (key[name] for name in ("N", "K", "mode", "bits", "group_size"))
         format = {"mode": mode, "bits": bits, "group_size": group_size}
@@ -121,16 +101,16 @@ class Mixed(NamedTuple):
     format: dict
 
 
-@dataclass(frozen=True)
-class Experts(OnPacked):
+class Experts(QuantizedMatmul):
     """Rows times the packed matrices of their experts. One key more, E; rows are pairs."""
 
-    name: str = "experts"
-    address: str = f"{__name__}:EXPERTS"
-    one_order: tuple[str, ...] = ("A",)
-    rows: tuple[int, ...] = (1, 8, 16, 32, 64, 128)
+    name = "experts"
+    rows = (1, 8, 16, 32, 64, 128)
     # Ten experts a row.
-    together: int = 10 * TOGETHER
+    together = 10 * TOGETHER
+
+    def variants(self, key: Key) -> tuple[str, ...]:
+        return ("A",)
 
     def small(self, key: Key) -> Key:
         return {**key, "E": min(key["E"], 5), "N": min(key["N"], 40)}
@@ -138,9 +118,9 @@ class Experts(OnPacked):
     def nbytes(self, key: Key) -> int:
         return key["E"] * super().nbytes(key)
 
-    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Mixed:
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> Mixed:
         E, N = key["E"], key["N"]
-        one = QUANTIZED_MATMUL.inputs({**key, "N": E * N}, rows, seed, exact)
+        one = super().inputs({**key, "N": E * N}, rows, seed, exact)
         w, scales, biases = (None if a is None else a.reshape(E, N, -1) for a in one[1:4])
         experts = mx.random.randint(0, E, (rows,), key=mx.random.key(seed + 1))
         return Mixed(one.x[:, None], experts, w, scales, biases, one.format)
@@ -167,12 +147,10 @@ class Pair(NamedTuple):
     format: dict
 
 
-@dataclass(frozen=True)
-class GateUp(OnPacked):
+class GateUp(QuantizedMatmul):
     """silu(x gateᵀ) * (x upᵀ). N and K are those of either matrix."""
 
-    name: str = "gate_up"
-    address: str = f"{__name__}:GATE_UP"
+    name = "gate_up"
 
     def nbytes(self, key: Key) -> int:
         return 2 * super().nbytes(key)
@@ -181,8 +159,8 @@ class GateUp(OnPacked):
         # Four roundings: two products, silu, and their product.
         return 4 * super().tolerance(key)
 
-    def inputs(self, key: Key, rows: int, seed: int, exact: bool) -> Pair:
-        gate, up = (QUANTIZED_MATMUL.inputs(key, rows, 2 * seed + i, exact) for i in (0, 1))
+    def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> Pair:
+        gate, up = (super(GateUp, self).inputs(key, rows, 2 * seed + i, exact) for i in (0, 1))
         return Pair(gate.x / key["K"] ** 0.5, (*gate[1:4], None), (*up[1:4], None), gate.format)
 
     def run(self, variant: str, inputs: Pair) -> mx.array:
@@ -196,9 +174,7 @@ class GateUp(OnPacked):
         return gate * mx.sigmoid(gate) * up
 
 
-QUANTIZED_MATMUL = QuantizedMatmul()
-GATE_UP = GateUp()
-EXPERTS = Experts()
+QUANTIZED_MATMUL, GATE_UP, EXPERTS = QuantizedMatmul(), GateUp(), Experts()
 OPERATORS: tuple[Operator, ...] = (
     QUANTIZED_MATMUL,
     GATE_UP,

@@ -9,7 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
-from specmlx.kernels.choice.operator import STOCK, Key, Operator, Outcome
+from specmlx.kernels.choice.operator import STOCK, Key, Operator
+from specmlx.kernels.choice.table import Outcome
 
 # From one step to the next; the first compiles a kernel.
 SECONDS = 30.0

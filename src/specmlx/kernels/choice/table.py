@@ -13,7 +13,7 @@ import mlx.core as mx
 import specmlx
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.cache import cache_directory
-from specmlx.kernels.choice.operator import Key, Operator, Outcome
+from specmlx.kernels.choice.operator import STOCK, Key, Operator
 
 
 def this_chip() -> str:
@@ -39,6 +39,25 @@ def entry_name(operator: Operator, key: Key) -> str:
 def _checked(name: str) -> str:
     json.loads(name.split(" ", 1)[1])
     return name
+
+
+@dataclass
+class Outcome:
+    """Of a race: seconds of a call by row count and variant, and why variants were dropped."""
+
+    seconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    def fastest(self, rows: int) -> str:
+        """The variant for `rows`, by the next row count that was measured; stock beyond the last."""
+        measured = min((n for n in self.seconds if n >= rows), default=None)
+        times = self.seconds.get(measured, {})
+        return min(times, key=times.__getitem__, default=STOCK)
+
+    def for_every_row_count(self, variants: tuple[str, ...]) -> str:
+        """The fastest over all row counts together of those variants that ran in each; stock if none did."""
+        ran = [v for v in variants if self.seconds and all(v in times for times in self.seconds.values())]
+        return min(ran, key=lambda v: sum(times[v] for times in self.seconds.values()), default=STOCK)
 
 
 @dataclass

@@ -1,15 +1,30 @@
 """Launch of the draft head's kernels: token after token on the device, without a look at it."""
 
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import replace
 
 import mlx.core as mx
 
+from specmlx.kernels.source import Source
 from specmlx.kernels.tuning import tuning
 
-_HERE = Path(__file__).parent
 _THREADS = 256
+
+_TOP_K = Source("draft_top_k", "logits", "values ids", "draft_head/top_k", "argmax draft_head/candidates")
+_MERGE = Source("draft_merge", "values ids", "best_values best_ids", "draft_head/merge", _TOP_K.header)
+_CHAIN = Source(
+    "draft_chain",
+    "logits w1 w2 before_values before_ids noise target_ids scale slot",
+    "values ids previous_tokens",
+    "draft_head/chain",
+    "argmax draft_head/chosen",
+)
+_CHAIN_LOGITS = replace(_CHAIN, name="draft_chain_logits", outputs=f"{_CHAIN.outputs} biased", define="KEEP_LOGITS")
+_LAST = Source("draft_last", "values ids", "token", "draft_head/last", _CHAIN.header)
+_WALK = Source(
+    "draft_walk", "unary ids before after anchor z noise scale", "tokens scores", "draft_head/walk", "argmax"
+)
+_PATH = Source("draft_path", "unary ids before after anchor z", "tokens", "draft_head/path", "argmax")
 
 
 def supports_chain(logits: mx.array, w1: mx.array, w2: mx.array) -> bool:
@@ -29,23 +44,16 @@ def top_k(logits: mx.array, k: int, factory: Callable = mx.fast.metal_kernel) ->
     rows = logits.size // V
     segment = tuning().segment
     segments = -(-V // segment)
-    template = [("K", k), ("T", logits.dtype)]
-    values, ids = _kernel("top_k", factory)(
-        inputs=[logits],
-        template=[*template, ("V", V), ("W", 4 if V % 4 == 0 else 1), ("SEGMENT", segment), ("THREADS", _THREADS)],
-        grid=(_THREADS, segments, rows),
-        threadgroup=(_THREADS, 1, 1),
-        output_shapes=[(rows, segments, k)] * 2,
-        output_dtypes=[mx.float32, mx.int32],
+    best = _TOP_K(
+        factory,
+        [logits],
+        [((rows, segments, k), mx.float32), ((rows, segments, k), mx.int32)],
+        (_THREADS, segments, rows),
+        (_THREADS, 1, 1),
+        **{"K": k, "T": logits.dtype, "V": V, "W": 4 if V % 4 == 0 else 1, "SEGMENT": segment, "THREADS": _THREADS},
     )
-    values, ids = _kernel("merge", factory)(
-        inputs=[values, ids],
-        template=[("K", k)],
-        grid=(32, rows, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(rows, k)] * 2,
-        output_dtypes=[mx.float32, mx.int32],
-    )
+    outputs = [((rows, k), mx.float32), ((rows, k), mx.int32)]
+    values, ids = _MERGE(factory, best, outputs, (32, rows, 1), (32, 1, 1), K=k)
     return values.reshape(*lead, k), ids.reshape(*lead, k)
 
 
@@ -64,49 +72,28 @@ def chain(
     B, S, V = logits.shape
     segment = tuning().markov_rows
     segments = -(-V // segment)
-    kernel = _kernel("chain_logits" if keep_logits else "chain", factory)
+    chain = _CHAIN_LOGITS if keep_logits else _CHAIN
+    outputs = [((B, segments), mx.float32), ((B, segments), mx.int32), ((B,), mx.int32), ((B, V), logits.dtype)]
+    template = {"T": logits.dtype, "B": B, "V": V, "R": w1.shape[-1], "SEGMENT": segment, "THREADS": _THREADS}
+    template |= {"NOISY": noise is not None, "MAPPED": target_ids is not None}
+    noise = logits if noise is None else noise
+    target_ids = anchor if target_ids is None else target_ids
     scale = mx.array(scale, dtype=mx.float32)
     # Eight of them, since mlx binds fewer elements in another way: one more kernel to compile.
     values, ids = mx.zeros((B, 8)), mx.broadcast_to(anchor.astype(mx.int32)[:, None], (B, 8))
     tokens, biased = [], []
     for slot in range(S):
-        values, ids, previous, *kept = kernel(
-            inputs=[
-                logits,
-                w1,
-                w2,
-                values,
-                ids,
-                noise if noise is not None else logits,
-                target_ids if target_ids is not None else anchor,
-                scale,
-                mx.array(slot),
-            ],
-            template=[
-                ("T", logits.dtype),
-                ("B", B),
-                ("V", V),
-                ("R", w1.shape[-1]),
-                ("SEGMENT", segment),
-                ("THREADS", _THREADS),
-                ("NOISY", noise is not None),
-                ("MAPPED", target_ids is not None),
-            ],
-            grid=(_THREADS, segments, 1),
-            threadgroup=(_THREADS, 1, 1),
-            output_shapes=[(B, segments), (B, segments), (B,), (B, V)][: 4 if keep_logits else 3],
-            output_dtypes=[mx.float32, mx.int32, mx.int32, logits.dtype][: 4 if keep_logits else 3],
+        values, ids, previous, *kept = chain(
+            factory,
+            [logits, w1, w2, values, ids, noise, target_ids, scale, mx.array(slot)],
+            outputs if keep_logits else outputs[:3],
+            (_THREADS, segments, 1),
+            (_THREADS, 1, 1),
+            **template,
         )
         tokens.append(previous)
         biased += kept
-    last = _kernel("last", factory)(
-        inputs=[values, ids],
-        template=[("V", w1.shape[0])],
-        grid=(32, B, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(B,)],
-        output_dtypes=[mx.int32],
-    )
+    last = _LAST(factory, [values, ids], [((B,), mx.int32)], (32, B, 1), (32, 1, 1), V=w1.shape[0])
     return mx.stack([*tokens[1:], *last], axis=1), mx.stack(biased, axis=1) if keep_logits else None
 
 
@@ -129,23 +116,16 @@ def walk(
 ) -> tuple[mx.array, mx.array]:
     """As `reference.walk`: all slots in one launch."""
     B, S, K = ids.shape
+    inputs = [*_candidates(unary, ids, before, after, anchor, z), unary if noise is None else noise]
     return tuple(
-        _kernel("walk", factory)(
-            inputs=[
-                unary,
-                ids,
-                before,
-                after,
-                anchor.astype(mx.int32),
-                unary if z is None else z,
-                unary if noise is None else noise,
-                mx.array(scale, dtype=mx.float32),
-            ],
-            template=[*_candidates(ids, before, z), ("NOISY", noise is not None)],
-            grid=(32 * K, B, 1),
-            threadgroup=(32 * K, 1, 1),
-            output_shapes=[(B, S), (B, S, K)],
-            output_dtypes=[mx.int32, mx.float32],
+        _WALK(
+            factory,
+            [*inputs, mx.array(scale, dtype=mx.float32)],
+            [((B, S), mx.int32), ((B, S, K), mx.float32)],
+            (32 * K, B, 1),
+            (32 * K, 1, 1),
+            **_template(ids, before, z),
+            NOISY=noise is not None,
         )
     )
 
@@ -161,42 +141,15 @@ def path(
 ) -> mx.array:
     """As `reference.path`: the scores of all pairs and the search in one launch."""
     B, S, K = ids.shape
-    return _kernel("path", factory)(
-        inputs=[unary, ids, before, after, anchor.astype(mx.int32), unary if z is None else z],
-        template=_candidates(ids, before, z),
-        grid=(32 * K, B, 1),
-        threadgroup=(32 * K, 1, 1),
-        output_shapes=[(B, S)],
-        output_dtypes=[mx.int32],
-    )[0]
+    inputs, outputs = _candidates(unary, ids, before, after, anchor, z), [((B, S), mx.int32)]
+    return _PATH(factory, inputs, outputs, (32 * K, B, 1), (32 * K, 1, 1), **_template(ids, before, z))[0]
 
 
-def _candidates(ids: mx.array, before: mx.array, z: mx.array | None) -> list:
+def _candidates(unary, ids, before, after, anchor, z) -> list[mx.array]:
+    return [unary, ids, before, after, anchor.astype(mx.int32), unary if z is None else z]
+
+
+def _template(ids: mx.array, before: mx.array, z: mx.array | None) -> dict:
     _, S, K = ids.shape
     V, R = before.shape
-    return [("S", S), ("K", K), ("V", V), ("R", R), ("HAS_Z", z is not None)]
-
-
-_CHAIN = ["logits", "w1", "w2", "before_values", "before_ids", "noise", "target_ids", "scale", "slot"]
-_ARGUMENTS = {
-    "top_k": (["logits"], ["values", "ids"]),
-    "merge": (["values", "ids"], ["best_values", "best_ids"]),
-    "chain": (_CHAIN, ["values", "ids", "previous_tokens"]),
-    "chain_logits": (_CHAIN, ["values", "ids", "previous_tokens", "biased"]),
-    "last": (["values", "ids"], ["token"]),
-    "walk": (["unary", "ids", "before", "after", "anchor", "z", "noise", "scale"], ["tokens", "scores"]),
-    "path": (["unary", "ids", "before", "after", "anchor", "z"], ["tokens"]),
-}
-_HEADERS = {"top_k": "candidates", "merge": "candidates", "chain": "chosen", "chain_logits": "chosen", "last": "chosen"}
-
-
-@lru_cache
-def _kernel(name: str, factory: Callable) -> Callable:
-    inputs, outputs = _ARGUMENTS[name]
-    header = (_HERE.parent / "argmax.metal").read_text()
-    if name in _HEADERS:
-        header += (_HERE / f"{_HEADERS[name]}.metal").read_text()
-    if name == "chain_logits":
-        header += "#define KEEP_LOGITS\n"
-    source = (_HERE / f"{name.removesuffix('_logits')}.metal").read_text()
-    return factory(name=f"specmlx_draft_{name}", input_names=inputs, output_names=outputs, source=source, header=header)
+    return {"S": S, "K": K, "V": V, "R": R, "HAS_Z": z is not None}

@@ -1,17 +1,25 @@
 """Launch of the gated delta kernels: the deferred commit's fold and the rows of a pass, S read and written once."""
 
 from collections.abc import Callable
-from functools import lru_cache
-from pathlib import Path
 
 import mlx.core as mx
 
 from specmlx.kernels.gated_delta.reference import Tape
+from specmlx.kernels.source import Source
 from specmlx.kernels.tuning import tuning
 
 # The most rows for which the kernel is checked.
 _PASS = 16
-_HERE = Path(__file__).parent
+
+_TAPE = "S tape_k tape_delta tape_g count"
+_FOLD = Source("gated_delta_fold", _TAPE, "S_out", "gated_delta/fold", "gated_delta/step")
+_ADVANCE = Source(
+    "gated_delta",
+    f"{_TAPE} q k v g beta",
+    "S_out y delta",
+    "gated_delta/fold gated_delta/kernel",
+    "gated_delta/step",
+)
 
 
 def supports(Dk: int, Dv: int) -> bool:
@@ -34,13 +42,8 @@ def advance(
 
     Shapes and dtypes are those of `reference.fold` and `reference.steps`.
     """
-    B, T, Hv, Dv = v.shape
-    S, y, delta = _kernel("gated_delta", factory)(
-        inputs=[S, tape.k, tape.delta, tape.g, count, q, k, v, g, beta],
-        output_shapes=[S.shape, v.shape, v.shape],
-        output_dtypes=[mx.float32, q.dtype, mx.float32],
-        **_geometry(S, k),
-    )
+    inputs = [S, tape.k, tape.delta, tape.g, count, q, k, v, g, beta]
+    S, y, delta = _launch(_ADVANCE, factory, inputs, [(v.shape, q.dtype), (v.shape, mx.float32)])
     return S, y, Tape(k, delta, g)
 
 
@@ -61,32 +64,14 @@ def no_tape(k: mx.array, v: mx.array, g: mx.array) -> Tape:
 
 def fold(S: mx.array, tape: Tape, count: mx.array, factory: Callable = mx.fast.metal_kernel) -> mx.array:
     """S after the first `count` `[B]` int32 rows of the tape, with the bits that `advance` gives it."""
-    kernel = _kernel("gated_delta_fold", factory)
-    return kernel(
-        inputs=[S, tape.k, tape.delta, tape.g, count],
-        output_shapes=[S.shape],
-        output_dtypes=[mx.float32],
-        **_geometry(S, tape.k),
-    )[0]
+    return _launch(_FOLD, factory, [S, tape.k, tape.delta, tape.g, count], [])[0]
 
 
-def _geometry(S: mx.array, k: mx.array) -> dict:
+def _launch(source: Source, factory: Callable, inputs: list, outputs: list) -> list[mx.array]:
+    S, k = inputs[:2]
     B, Hv, Dv, Dk = S.shape
     # Two rows a lane share the loads of k and q; beyond Dk 128 their S would not fit in registers.
     R = 2 if Dk <= 128 else 1
-    return dict(
-        template=[("T", k.dtype), ("Hk", k.shape[2]), ("Hv", Hv), ("Dk", Dk), ("Dv", Dv), ("R", R)],
-        grid=(32, Dv // (4 * R), B * Hv),
-        threadgroup=(32, tuning().delta_simdgroups, 1),
-    )
-
-
-@lru_cache
-def _kernel(name: str, factory: Callable) -> Callable:
-    inputs, outputs = ["S", "tape_k", "tape_delta", "tape_g", "count"], ["S_out"]
-    source = (_HERE / "fold.metal").read_text()
-    if name == "gated_delta":
-        inputs, outputs = [*inputs, "q", "k", "v", "g", "beta"], [*outputs, "y", "delta"]
-        source += (_HERE / "kernel.metal").read_text()
-    header = (_HERE / "step.metal").read_text()
-    return factory(name=f"specmlx_{name}", input_names=inputs, output_names=outputs, source=source, header=header)
+    template = {"T": k.dtype, "Hk": k.shape[2], "Hv": Hv, "Dk": Dk, "Dv": Dv, "R": R}
+    grid, threadgroup = (32, Dv // (4 * R), B * Hv), (32, tuning().delta_simdgroups, 1)
+    return source(factory, inputs, [(S.shape, mx.float32), *outputs], grid, threadgroup, **template)

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from functools import lru_cache
-from importlib import resources
 from math import ceil
 
 import mlx.core as mx
 
+from specmlx.kernels.source import Source, made
 from specmlx.kernels.tuning import tuning
 
 MODES = {"affine": 0, "nvfp4": 1, "mxfp4": 2, "mxfp8": 3, "fp8": 4}
@@ -44,7 +44,7 @@ def supported(
 def _supported(dtype, K, w_dtype, w_shape, scales_dtype, group_size, bits, mode, variant) -> bool:
     return (
         variant in ("A", "AX", "B", "V")
-        and (variant != "B" or mode == "affine" and bits in (4, 8) and group_size in (64, 128))
+        and (variant != "B" or scales_outside(mode, bits, group_size))
         and dtype in (mx.bfloat16, mx.float16)
         and (group_size, bits) in FORMATS.get(mode, ())
         and (mode != "affine" or scales_dtype == dtype)
@@ -53,6 +53,11 @@ def _supported(dtype, K, w_dtype, w_shape, scales_dtype, group_size, bits, mode,
         and w_shape[1] * 32 == K * bits
         and w_shape[0] * w_shape[1] < 2**30  # offsets within a matrix are 32 bits of bytes
     )
+
+
+def scales_outside(mode: str, bits: int, group_size: int | None) -> bool:
+    """Whether form B takes the format, which applies scales outside the matrix operations."""
+    return mode == "affine" and bits in (4, 8) and group_size in (64, 128)
 
 
 def block(bits: int) -> int:
@@ -79,36 +84,25 @@ def shared_words(K: int, group_size: int | None, bits: int, mode: str) -> int:
     return next((size for size in (2048, 3072, 4096) if words <= size), 6144)
 
 
-def _read(*names: str) -> str:
-    return "\n".join(resources.files(__package__).joinpath(name).read_text() for name in names)
+_HEADER = "quantized_matmul/decode quantized_matmul/staging quantized_matmul/matrix"
 
 
-# Source files before the body, the body, and its inputs behind those of the weights.
+def _form(form: str, inputs: str, body: str, header: str = "") -> Source:
+    """inputs: behind those of the weights; header: files before the body, behind those of every form."""
+    inputs = f"w scales biases tensor_scale {inputs}"
+    header = f"{_HEADER} quantized_matmul/{header}" if header else _HEADER
+    return Source(f"quantized_matmul_{form}", inputs, "out", f"quantized_matmul/{body}", header)
+
+
 _FORMS = {
-    "A": ([], "matrix_rows.metal", ["x", "ordered_x", "residual"]),
-    "paired": ([], "paired_rows.metal", ["up_w", "up_scales", "up_biases", "up_tensor_scale", "x", "ordered_x"]),
-    "B": (["grouped.metal"], "grouped_rows.metal", ["x", "ordered_x", "x_sums"]),
-    "V": (["vector.metal"], "vector_rows.metal", ["x"]),
-    "gather": (["experts.metal"], "gather.metal", ["rows", "experts", "x"]),
+    "A": _form("A", "x ordered_x residual", "matrix_rows"),
+    "paired": _form("paired", "up_w up_scales up_biases up_tensor_scale x ordered_x", "paired_rows"),
+    "B": _form("B", "x ordered_x x_sums", "grouped_rows", "grouped"),
+    "V": _form("V", "x", "vector_rows", "vector"),
+    "gather": _form("gather", "rows experts x", "gather", "experts"),
 }
-
-
-@lru_cache(maxsize=8)
-def _kernel(factory, form: str):
-    own, body, inputs = _FORMS[form]
-    return factory(
-        name=f"specmlx_quantized_matmul_{form}",
-        input_names=["w", "scales", "biases", "tensor_scale", *inputs],
-        output_names=["out"],
-        header=_read("decode.metal", "staging.metal", "matrix.metal", *own),
-        source=_read(body),
-    )
-
-
-@lru_cache(maxsize=4)
-def _order_kernel(factory, outputs: tuple[str, ...]):
-    source = _read("order.metal" if len(outputs) == 1 else "order_sums.metal")
-    return factory(name=f"specmlx_order_{outputs[-1]}", input_names=["x"], output_names=list(outputs), source=source)
+_ORDER = Source("order_out", "x", "out", "quantized_matmul/order")
+_ORDER_SUMS = Source("order_x_sums", "x", "out x_sums", "quantized_matmul/order_sums")
 
 
 def order_rows(x: mx.array, *, bits: int, kernel=mx.fast.metal_kernel) -> mx.array:
@@ -118,31 +112,16 @@ def order_rows(x: mx.array, *, bits: int, kernel=mx.fast.metal_kernel) -> mx.arr
     """
     M, K = x.shape
     shape = (ceil(M / 8) * 8, ceil(K / 64) * 64)
-    [out] = _order_kernel(kernel, ("out",))(
-        inputs=[x],
-        template=[("T", x.dtype), ("SLOT", block(bits) // 8)],
-        grid=(shape[0] * shape[1] // 8, 1, 1),
-        threadgroup=(256, 1, 1),
-        output_shapes=[shape],
-        output_dtypes=[x.dtype],
-    )
-    return out
+    grid, outputs = (shape[0] * shape[1] // 8, 1, 1), [(shape, x.dtype)]
+    return _ORDER(kernel, [x], outputs, grid, (256, 1, 1), T=x.dtype, SLOT=block(bits) // 8)[0]
 
 
 def order_and_sum_rows(x: mx.array, *, kernel=mx.fast.metal_kernel) -> tuple[mx.array, mx.array]:
     """x `[M, K]` in the order of form B, M padded to a multiple of 8, and its sums over 64 columns in float32."""
     M, K = x.shape
     tiles = ceil(M / 8)
-    return tuple(
-        _order_kernel(kernel, ("out", "x_sums"))(
-            inputs=[x],
-            template=[("T", x.dtype)],
-            grid=(K // 8, tiles, 1),
-            threadgroup=(64, 1, 1),
-            output_shapes=[(8 * tiles, K), (tiles, K // 64, 8)],
-            output_dtypes=[x.dtype, mx.float32],
-        )
-    )
+    outputs = [((8 * tiles, K), x.dtype), ((tiles, K // 64, 8), mx.float32)]
+    return tuple(_ORDER_SUMS(kernel, [x], outputs, (K // 8, tiles, 1), (64, 1, 1), T=x.dtype))
 
 
 class Ordered:
@@ -205,7 +184,7 @@ def quantized_matmul(
     else:
         inputs = [*_ordered(rows, variant, bits, ordered, kernel), rows if residual is None else residual]
     launch = _launch(variant, x.dtype, M, N, K, group_size, bits, mode, residual is not None)
-    [out] = _kernel(kernel, variant[0])(inputs=[*_weights(w, scales, biases, tensor_scale), *inputs], **launch)
+    [out] = made(_FORMS[variant[0]], kernel)(inputs=[*_weights(w, scales, biases, tensor_scale), *inputs], **launch)
     out = out.reshape(*x.shape[:-1], N)
     return out if residual is None or variant in ("A", "AX") else out + residual
 
@@ -232,7 +211,7 @@ def gated_quantized_matmul(
         _check(x, w, scales, variant, group_size, bits, mode)
     rows = x.reshape(-1, x.shape[-1])
     (M, K), N = rows.shape, gate[0].shape[0]
-    [out] = _kernel(kernel, "paired")(
+    [out] = made(_FORMS["paired"], kernel)(
         inputs=[*_weights(*gate), *_weights(*up), *_ordered(rows, variant, bits, ordered or Ordered(), kernel)],
         **_launch(f"paired {variant}", x.dtype, M, N, K, group_size, bits, mode),
     )
@@ -261,7 +240,7 @@ def gather_quantized_matmul(
     """
     _check(x, w, scales, "A", group_size, bits, mode)
     P, K, N = experts.size, x.shape[-1], w.shape[1]
-    [out] = _kernel(kernel, "gather")(
+    [out] = made(_FORMS["gather"], kernel)(
         inputs=[*_weights(w, scales, biases, tensor_scale), rows, experts, x],
         **_launch("gather", x.dtype, P, N, K, group_size, bits, mode),
     )
