@@ -181,7 +181,7 @@ def test_ctrl_c_is_obeyed_between_two_tokens(directory, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("when", ["within the answer", "before a question"])
+@pytest.mark.parametrize("when", ["within the answer", "before a question", "while it is saved"])
 def test_a_chat_that_is_ended_by_a_signal_keeps_its_session(number, when, directory, tmp_path, monkeypatch):
     file, answers = tmp_path / "chat", []
 
@@ -194,11 +194,19 @@ def test_a_chat_that_is_ended_by_a_signal_keeps_its_session(number, when, direct
 
     def lines():
         yield "Hello " * 70
-        signal.raise_signal(number)
-        yield "Never answered"
+        if when != "while it is saved":
+            signal.raise_signal(number)
+            yield "Never answered"
 
+    def save(*args):
+        if when == "while it is saved":
+            signal.raise_signal(number)
+        kept(*args)
+
+    kept = PromptCache.save
+    monkeypatch.setattr(PromptCache, "save", save)
     monkeypatch.setattr(specmlx.cli.dialogue, "stream_generate", stream)
-    monkeypatch.setattr(specmlx.cli.chat, "_lines", lines)
+    monkeypatch.setattr("specmlx.cli.chat._lines", lines)
     before = signal.signal(signal.SIGINT, signal.default_int_handler), signal.getsignal(signal.SIGTERM)
     try:
         result = run("chat", "--model", directory, "-m", 9, "--prompt-cache-file", file)

@@ -110,14 +110,16 @@ def chat(
                         note(summary(last))
         finally:
             if prompt_cache_file is not None:
-                cache.save(prompt_cache_file, {"model": target.model})
+                with _postponed() as check_signals:
+                    cache.save(prompt_cache_file, {"model": target.model})
+                    check_signals()
 
 
 def _answer(dialogue: Any, question: str, out: TextIO, show_draft: bool, color: bool | None) -> Any:
     """Print an answer as it comes and return its last response; None where there is none."""
     last, colored = None, out.isatty() if color is None else color
     try:
-        with _between_tokens() as check_signals:
+        with _postponed() as check_signals:
 
             def progress(processed: int, total: int) -> None:
                 prefill_status(processed, total)
@@ -148,7 +150,7 @@ def _end(signum: int, *_: Any) -> None:
 
 
 @contextlib.contextmanager
-def _between_tokens() -> Iterator[Callable[[], None]]:
+def _postponed() -> Iterator[Callable[[], None]]:
     """Signals are noted, to be obeyed by the function given, where everything is consistent; a second one at once."""
     seen: list[int] = []
 
