@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from specmlx.receipts.parity import Verdict
 
 MLX_LM = "mlx-lm"
-PROMPTS = (
-    "Write a Python function that returns the n-th Fibonacci number, and explain it.",
-    "List the planets of the solar system with one fact about each.",
-    "Explain in three sentences why the sky is blue.",
-    "Solve step by step: a train travels 180 km in 2.5 hours. What is its mean speed?",
-    "Write a short story about a lighthouse keeper who finds a letter.",
-    "Turn this into JSON: name Ada, age 36, languages English and French.",
-)
 
 
 @click.command(short_help="Check that a drafter changes no token.")
@@ -137,11 +129,11 @@ def _texts(model: str, prompt: tuple[str, ...], file: Path | None) -> list[str]:
         if not all(text.strip() for text in prompt):
             raise ValueError("the prompt is empty: give --prompt a text")
         return list(prompt)
-    if model == options.DEMO:
-        from specmlx.demo.tasks import held_out_examples
+    from specmlx.receipts.suites import PROMPTS, suite
 
-        return [example.question for example in held_out_examples(1)]
-    return list(PROMPTS)
+    if model == options.DEMO:
+        return list(suite(model))
+    return PROMPTS["parity"]
 
 
 @contextlib.contextmanager

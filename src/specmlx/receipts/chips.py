@@ -1,7 +1,9 @@
 """Apple's chips: memory bandwidth, and how many multiply-adds a second their GPUs can do."""
 
+import json
 import re
 from dataclasses import dataclass, replace
+from importlib.resources import files
 
 # Clock of the GPU in GHz by generation, approximate: from public measurements, Apple states none.
 _CLOCK = {"M1": 1.3, "M2": 1.4, "M3": 1.4, "M4": 1.6}
@@ -23,32 +25,7 @@ class Chip:
         return None if clock is None else self.gpu_cores * _LANES * clock * 1e9
 
 
-CHIPS = tuple(
-    Chip(*row)
-    for row in (
-        ("M1", 68.25, 8),
-        ("M1 Pro", 200, 16),
-        ("M1 Max", 400, 32),
-        ("M1 Ultra", 800, 64),
-        ("M2", 100, 10),
-        ("M2 Pro", 200, 19),
-        ("M2 Max", 400, 38),
-        ("M2 Ultra", 800, 76),
-        ("M3", 100, 10),
-        ("M3 Pro", 153.6, 18),
-        ("M3 Max 30-core", 300, 30),
-        ("M3 Max 40-core", 400, 40),
-        ("M3 Ultra", 819, 80),
-        ("M4", 120, 10),
-        ("M4 Pro", 273, 20),
-        ("M4 Max 32-core", 410, 32),
-        ("M4 Max 40-core", 546, 40),
-        ("M5", 153, 10),
-        ("M5 Pro", 307, 20),
-        ("M5 Max 32-core", 460, 32),
-        ("M5 Max 40-core", 614, 40),
-    )
-)
+CHIPS = tuple(Chip(*row) for row in json.loads(files(__package__).joinpath("chips.json").read_text(encoding="utf-8")))
 
 
 def chip_named(name: str, gpu_cores: int | None = None) -> Chip:

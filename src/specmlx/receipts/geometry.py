@@ -1,6 +1,8 @@
 """Shapes of targets and drafters: built in, or read from a config.json."""
 
+import json
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +12,8 @@ from specmlx.targets.config import FULL, LINEAR, HybridConfig
 
 KINDS = (DFLASH, DFLASH2, DSPARK)
 
-TARGETS = {
-    "qwen3.8-27b": HybridConfig(
-        hidden_size=5120,
-        intermediate_size=17408,
-        num_hidden_layers=64,
-        num_attention_heads=24,
-        num_key_value_heads=4,
-        head_dim=256,
-        vocab_size=248320,
-        linear_num_key_heads=16,
-        linear_num_value_heads=48,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
-        full_attention_interval=4,
-    )
-}
-# What the drafters published for Qwen3.8-27B have in common.
-_PUBLISHED = {
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "mask_token_id": 0,
-    "target_layer_ids": tuple(range(5)),
-    "windows": 5 * (None,),
-    "rope_theta": 1e7,
-    "rope_scaling": {"rope_type": "default", "rope_theta": 1e7},
-}
+_PUBLISHED = json.loads(files(__package__).joinpath("published.json").read_text(encoding="utf-8"))
+TARGETS = {name: HybridConfig(**shape) for name, shape in _PUBLISHED["targets"].items()}
 
 
 def published_drafter(kind: str, target: HybridConfig) -> DrafterConfig:
@@ -51,14 +26,9 @@ def published_drafter(kind: str, target: HybridConfig) -> DrafterConfig:
         raise ValueError("drafters for mixtures of experts have no common shape: pass --draft-model")
     if kind not in KINDS:
         raise ValueError(f"unknown kind of drafter {kind!r}: there are {', '.join(KINDS)} and none")
-    own: dict[str, Any] = {
-        DFLASH: {},
-        DFLASH2: {"selector_rank": 256, "conv_kernel_size": 2, "conv_group_size": 16},
-        DSPARK: {"markov_rank": 256, "block_size": 7, "enable_confidence_head": True},
-    }[kind]
     shape = {name: getattr(target, name) for name in ("hidden_size", "intermediate_size", "vocab_size")}
-    shape |= {"draft_vocab_size": target.vocab_size, "block_size": 8, "sample_from_anchor": kind == DSPARK}
-    return DrafterConfig(kind, **_PUBLISHED | shape | own)
+    shape |= {"draft_vocab_size": target.vocab_size, "sample_from_anchor": kind == DSPARK}
+    return DrafterConfig(kind, **shape | _PUBLISHED["drafters"]["common"] | _PUBLISHED["drafters"][kind])
 
 
 def drafter_geometry(name: str) -> DrafterConfig:

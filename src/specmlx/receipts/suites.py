@@ -1,37 +1,10 @@
 """Prompts to measure with, by kind. Written for specmlx, under its licence."""
 
+import json
 import random
+from importlib.resources import files
 
-CODE = (
-    "Write a Python function that merges two sorted lists into one sorted list, without using sorted().",
-    "Write a Python class for a bank account with deposit, withdraw and a history of transactions.",
-    "Write a function in JavaScript that returns the n-th Fibonacci number with memoization, and two tests for it.",
-    "Translate this loop into a list comprehension and explain it: result = []; for x in data: if x > 0: "
-    "result.append(x * x)",
-    "Write a SQL query that lists each customer's name with the number and the total value of their orders in 2025.",
-    "Write a Python script that reads a CSV file and prints the mean and the median of every numeric column.",
-)
-MATH = (
-    "A train leaves at 9:40 and travels 186 km at 62 km/h. When does it arrive? Show each step.",
-    "Solve the system 3x + 2y = 16 and 5x - y = 5 step by step.",
-    "What is the sum of all multiples of 3 or 7 below 100? Show how you count those that are multiples of both.",
-    "A shirt costs 48 euros after a discount of 20 %. What did it cost before? Then add 19 % tax. Explain each step.",
-    "Count from 1 to 40 in steps of 3, then give the sum of the numbers that you named.",
-    "A rectangle's length is 5 more than twice its width, and its area is 168. Find both sides, step by step.",
-)
-CHAT = (
-    "I have three days in a city by the sea in November. What would you do there when it rains?",
-    "Explain to a ten-year-old why the moon changes its shape.",
-    "Write a short, friendly message to a neighbour whose dog barks at night.",
-    "What are good and bad reasons to change one's job every two years?",
-    "Tell me a short story about a lighthouse keeper who finds a letter in a bottle.",
-    "Give me a plan for learning to cook ten simple dishes in two months.",
-)
-NO_ENGLISH = (
-    "Napiš krátkou pohádku o třech kamenech, které chtěly vidět moře.",
-    "Kerro lyhyesti, miten järvi jäätyy ja miksi jää kelluu.",
-    "Írj négy mondatot arról, hogyan telik egy nap egy hegyi faluban.",
-)
+PROMPTS: dict[str, list[str]] = json.loads(files(__package__).joinpath("prompts.json").read_text(encoding="utf-8"))
 HOPELESS = "hopeless"
 """The suite on which no drafter should be of use: random text, and languages that drafters have seldom seen."""
 
@@ -71,4 +44,5 @@ def suite(name: str) -> tuple[str, ...]:
     return SUITES[name]
 
 
-SUITES = {"code": CODE, "math": MATH, "chat": CHAT, "long": long_prompts(), HOPELESS: (*random_text(), *NO_ENGLISH)}
+SUITES = {name: tuple(PROMPTS[name]) for name in ("code", "math", "chat")}
+SUITES |= {"long": long_prompts(), HOPELESS: (*random_text(), *PROMPTS["no_english"])}
