@@ -82,7 +82,7 @@ def tau(model: Model, tokenizer, drafter, rows: list[Row]) -> float:
         total += found
     if total.identical != total.prompts:
         raise RuntimeError(f"{total.prompts - total.identical} texts differ from plain decoding's")
-    return total.acceptance_length
+    return total.sums.acceptance_length
 
 
 @click.command()

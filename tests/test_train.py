@@ -32,6 +32,7 @@ from specmlx.generation import stream_generate
 from specmlx.loading import load, load_drafter
 from specmlx.receipts.evaluation import Acceptance
 from specmlx.speculation.policy import Policy
+from specmlx.speculation.stats import Stats
 from specmlx.targets.config import HybridConfig
 from specmlx.training.answers import Answers, Dialogue, distinct_3grams
 from specmlx.training.batches import Batches
@@ -550,7 +551,10 @@ def test_every_default_geometry_is_one_that_the_loader_takes(kind, depth):
 
 
 def test_slots_and_calibration_are_counted_as_by_hand():
-    found = Acceptance(prompts=1, tokens=9, rounds=4, histogram=[1, 2, 0, 1])
+    found = Acceptance(
+        speculative=[Stats(rounds=3, accept_histogram=[1, 1, 0, 1]), Stats(rounds=1, accept_histogram=[0, 1])]
+    )
+    assert found.prompts == 2 and found.sums.accept_histogram == [1, 2, 0, 1] and found.sums.rounds == 4
     assert found.slots() == pytest.approx([3 / 4, 1 / 3, 1 / 1])
     found.confidences = [(0.95, True), (0.91, False), (0.12, False)]
     assert found.calibration() == [(0.12, 0.0, 1), (pytest.approx(0.93), 0.5, 2)]

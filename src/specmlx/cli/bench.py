@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def _texts(model: str, suites: str | None, prompts: Path | None) -> dict[str, li
 
 
 def _run(target, model, tokenizer, template, texts, runs, max_tokens) -> tuple[dict[str, Any], dict[str, Any]]:
-    from specmlx.receipts.benchmark import AlwaysWrong, differing, measure, record, table
+    from specmlx.receipts.benchmark import AlwaysWrong, differing, measure, table
     from specmlx.receipts.suites import HOPELESS
 
     instead: dict[str, Any] = {}
@@ -104,7 +105,7 @@ def _run(target, model, tokenizer, template, texts, runs, max_tokens) -> tuple[d
         texts[WRONG] = texts[HOPELESS][:2]
         instead[WRONG] = AlwaysWrong(model.vocab_size)
     answers_in_all = sum(len(prompts) for prompts in texts.values()) * runs * 6
-    measured, everything, begun = {}, [], None
+    measured, everything = {}, []
     with click.progressbar(length=answers_in_all, label="answers", file=sys.stderr) as bar:
         for name, prompts in texts.items():
             ids = [template.ids(tokenizer, text) for text in prompts]
@@ -123,31 +124,24 @@ def _run(target, model, tokenizer, template, texts, runs, max_tokens) -> tuple[d
     rows = {name: table(found) for name, found in measured.items()}
     if len(rows) > 1 and everything:
         rows["all"] = table(everything)
-    begun = _environment(target, model, max_tokens, runs)
     wrong = {name: [texts[name][i] for i in differing(found)] for name, found in measured.items()}
-    report = begun | {
+    report = _environment(target, model, max_tokens, runs) | {
         "differing": {name: prompts for name, prompts in wrong.items() if prompts},
-        "suites": {name: record(found) for name, found in rows.items()},
+        "suites": {name: [asdict(row) for row in found] for name, found in rows.items()},
     }
     return report, rows
 
 
 def _environment(target, model, max_tokens: int, runs: int) -> dict[str, Any]:
-    import platform
-    from dataclasses import asdict
-    from importlib.metadata import version
-
     import mlx.core as mx
 
-    from specmlx import __version__
     from specmlx.drafters.proposal import Fingerprinted
-    from specmlx.receipts.machine import this_machine
+    from specmlx.receipts.machine import this_machine, versions
 
     drafter = model.draft_model
-    versions = {name: version(name) for name in ("mlx", "mlx-lm")}
     return {
         "machine": asdict(this_machine()),
-        "versions": versions | {"specmlx": __version__, "python": platform.python_version()},
+        "versions": versions("mlx", "mlx-lm"),
         "model": {"name": target.model, "fingerprint": model.fingerprint},
         "draft_model": {
             "kind": type(drafter).__name__,

@@ -1,9 +1,14 @@
 """What `specmlx bench` prints of its figures."""
 
 from collections.abc import Iterator
+from textwrap import indent
 from typing import Any
 
-# Turns below which a spread tells nothing.
+from specmlx.cli.tables import table
+from specmlx.receipts.benchmark import Spread
+
+FIGURES = (("tps", 1), ("ratio", 2))
+# Turns below which a spread says nothing.
 _FEWEST = 3
 
 
@@ -21,15 +26,17 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     for name, rows in report["suites"].items():
         yield ""
         yield f"{name}: {rows[0]['answers']} answers a mode, time to first token {rows[0]['ttft']['median']:.3f} s"
-        heads = ("decode tok/s", "× plain", "end to end tok/s", "× plain")
-        yield "  width        τ  plain rounds {:>20} {:>18} {:>20} {:>18}".format(*heads)
+        shown = [
+            ("width", "tokens per pass", "plain rounds", "decode tok/s", "× plain", "end to end tok/s", "× plain", "")
+        ]
         for row in rows:
-            yield (
-                f"  {row['mode']:<7} {row['acceptance_length']:>6.2f} {row['plain_rounds']:>13.0%} "
-                f"{_spread(row['decode_tps'], 1):>20} {_ratio(row['decode_ratio']):>18} "
-                f"{_spread(row['end_to_end_tps'], 1):>20} {_ratio(row['end_to_end_ratio']):>18}"
-                f"{_doubt(row)}"
+            speeds = [
+                _spread(row[f"{of}_{what}"], digits) for of in ("decode", "end_to_end") for what, digits in FIGURES
+            ]
+            shown.append(
+                (row["mode"], f"{row['acceptance_length']:.2f}", f"{row['plain_rounds']:.0%}", *speeds, _doubt(row))
             )
+        yield from indent(table(shown), "  ").splitlines()
         full = next((row for row in rows if row["mode"] == "full"), None)
         if full and full["acceptance"]:
             yield "  full: rounds by accepted tokens " + " ".join(map(str, full["accept_histogram"]))
@@ -37,22 +44,20 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     yield ""
     if report["differing"]:
         count = sum(len(prompts) for prompts in report["differing"].values())
-        yield f"The answers to {count} prompts differ between modes, so no speed-up is told: see specmlx parity."
+        yield f"The answers to {count} prompts differ between modes, so no speed-up is reported: see specmlx parity."
     else:
         yield "Every answer was the same in all modes."
 
 
-def _spread(spread: dict[str, float], digits: int) -> str:
+def _spread(spread: dict[str, float] | None, digits: int) -> str:
+    if spread is None:
+        return "–"
     return f"{spread['median']:.{digits}f} ({spread['low']:.{digits}f}–{spread['high']:.{digits}f})"
-
-
-def _ratio(spread: dict[str, float] | None) -> str:
-    return "–" if spread is None else _spread(spread, 2)
 
 
 def _doubt(row: dict[str, Any]) -> str:
     """Which ratios lie no further from 1 than their quartiles from one another, or are of too few turns to have any."""
     ratios = {"decode": row["decode_ratio"], "end to end": row["end_to_end_ratio"]}
     few = row["answers"] < 2 * _FEWEST
-    found = [name for name, r in ratios.items() if r and (few or abs(r["median"] - 1) <= r["high"] - r["low"])]
-    return f"  inconclusive: {', '.join(found)}" if found else ""
+    found = [name for name, ratio in ratios.items() if ratio and (few or not Spread(**ratio).conclusive)]
+    return f"inconclusive: {', '.join(found)}" if found else ""

@@ -9,6 +9,7 @@ import click
 from specmlx.cli import options
 from specmlx.cli.flags import grouped, options_of
 from specmlx.cli.sampling import SamplingFlags
+from specmlx.cli.tables import table
 from specmlx.cli.terminal import answers, say, show_status
 
 if TYPE_CHECKING:
@@ -60,28 +61,28 @@ def evaluate(
     if not rows:
         raise ValueError(f"{data} holds no prompt{' that is held out' if held_out else ''}")
     with answers() as out:
-        from specmlx.receipts.evaluation import Acceptance, byte_limit
-        from specmlx.receipts.evaluation import evaluate as measured
+        from specmlx.receipts import evaluation
 
         model, tokenizer = target.load(draft_model)
         drafter = model.draft_model
         if drafter is None:
             raise ValueError(f"there is no drafter to measure: {model.no_draft_reason}")
-        settings = dict(
-            sampler=sampling.sampler(tokenizer), seed=sampling.seed, logits_processors=sampling.processors()
-        )
         prompts = [row.ids(tokenizer, chat_template_config) for row in rows]
         categories = [row.category or ALL for row in rows]
-        sums: dict[str, Acceptance] = defaultdict(Acceptance)
-        for category, found in measured(
-            model, tokenizer, drafter, prompts, categories, max_tokens=max_tokens, **settings
-        ):
+        sums: dict[str, Acceptance] = defaultdict(evaluation.Acceptance)
+        settings = dict(
+            max_tokens=max_tokens,
+            sampler=sampling.sampler(tokenizer),
+            seed=sampling.seed,
+            logits_processors=sampling.processors(),
+        )
+        for category, found in evaluation.evaluate(model, tokenizer, drafter, prompts, categories, **settings):
             if category != ALL:
                 sums[category] += found
             sums[ALL] += found
             show_status(f"{sums[ALL].prompts} of {len(prompts)} prompts")
         show_status("")
-        limit_on = None if on is None else byte_limit(model, drafter, sums[ALL], on)
+        limit_on = None if on is None else evaluation.byte_limit(model, drafter, sums[ALL], on)
         if as_json:
             say(json.dumps(_object(sums, limit_on)), out)
         else:
@@ -92,11 +93,12 @@ def evaluate(
 
 def _lines(sums: "dict[str, Acceptance]", limit: dict[str, Any] | None):
     total = sums[ALL]
-    yield f"{'':<14} {'prompts':>7} {'tokens':>7} {'τ':>6}  slot by slot, kept where those before were"
+    rows = [("", "prompts", "tokens", "tokens per pass", "slot by slot, kept where those before were")]
     for name in sorted(sums, key=lambda name: (name != ALL, name)):
-        found = sums[name]
+        found, counts = sums[name], sums[name].sums
         slots = " ".join(f"{share:.2f}" for share in found.slots())
-        yield f"{name:<14.14} {found.prompts:>7} {found.tokens:>7} {found.acceptance_length:>6.2f}  {slots}"
+        rows.append((name, f"{found.prompts}", f"{counts.generation_tokens}", f"{counts.acceptance_length:.2f}", slots))
+    yield from table(rows).splitlines()
     if bins := total.calibration():
         yield "the drafter's own estimate, and how often such a token was kept:"
         yield "  " + "  ".join(f"{estimate:.2f} → {kept:.2f} ({n})" for estimate, kept, n in bins)
@@ -110,17 +112,17 @@ def _lines(sums: "dict[str, Acceptance]", limit: dict[str, Any] | None):
 
 
 def _object(sums: "dict[str, Acceptance]", limit: dict[str, Any] | None) -> dict[str, Any]:
-    categories = {
-        name: {
+    categories = {}
+    for name, found in sums.items():
+        counts = found.sums
+        categories[name] = {
             "prompts": found.prompts,
             "identical": found.identical,
-            "tokens": found.tokens,
-            "rounds": found.rounds,
-            "acceptance_length": found.acceptance_length,
-            "accept_histogram": found.histogram,
+            "tokens": counts.generation_tokens,
+            "rounds": counts.rounds,
+            "acceptance_length": counts.acceptance_length,
+            "accept_histogram": counts.accept_histogram,
             "slots": found.slots(),
             "calibration": [dict(estimate=e, kept=k, count=n) for e, k, n in found.calibration()],
         }
-        for name, found in sums.items()
-    }
     return {"categories": categories, "estimate": limit}

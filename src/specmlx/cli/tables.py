@@ -21,4 +21,5 @@ def table(rows: Sequence[Row], head: bool = True) -> str:
 
 
 def _figure(cell: str) -> bool:
-    return cell[0].isdigit() and not any(word in cell for word in ("×", " a token", "parameters"))
+    """Whether a cell is a number, with its unit or range: shapes and lists of numbers are text."""
+    return cell[0].isdigit() and sum(word[0].isdigit() for word in cell.split()) == 1 and " a token" not in cell

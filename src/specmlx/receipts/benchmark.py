@@ -3,8 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +11,7 @@ import mlx.core as mx
 from specmlx.drafters.proposal import Drafter, Proposal
 from specmlx.generation import Generation
 from specmlx.speculation.round import OnProposal
-from specmlx.speculation.stats import Stats
+from specmlx.speculation.stats import Stats, summed
 from specmlx.speculation.width import FULL
 
 PLAIN = "plain"
@@ -118,18 +117,16 @@ def measure(
     settings |= {str(mode): {**drafting, "num_draft_tokens": mode} for mode in modes}
     for setting in settings.values():
         answer(model, tokenizer, prompts[0], max_tokens, **setting, **options)
-    measured = []
-    for prompt in prompts:
-        turns = []
-        for _ in range(runs):
-            turn: dict[str, list[Sample]] = {name: [] for name in settings}
-            for name in [*settings, *reversed(settings)]:
-                turn[name].append(answer(model, tokenizer, prompt, max_tokens, **settings[name], **options))
-                if progress:
-                    progress()
-            turns.append(turn)
-        measured.append(turns)
-    return measured
+
+    def turn(prompt: Sequence[int]) -> dict[str, list[Sample]]:
+        samples: dict[str, list[Sample]] = {name: [] for name in settings}
+        for name in [*settings, *reversed(settings)]:
+            samples[name].append(answer(model, tokenizer, prompt, max_tokens, **settings[name], **options))
+            if progress:
+                progress()
+        return samples
+
+    return [[turn(prompt) for _ in range(runs)] for prompt in prompts]
 
 
 def differing(measured: Sequence[Sequence[Mapping[str, Sequence[Sample]]]]) -> list[int]:
@@ -148,33 +145,25 @@ def table(measured: Sequence[Sequence[Mapping[str, Sequence[Sample]]]]) -> list[
     return [_row(mode, turns, same and mode != PLAIN) for mode in turns[0]]
 
 
-def record(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows for JSON."""
-    return [asdict(row) for row in rows]
-
-
 def _row(mode: str, turns: Sequence[Mapping[str, Sequence[Sample]]], ratios: bool) -> Row:
     samples = [sample for turn in turns for sample in turn[mode]]
-    rounds = sum(sample.stats.rounds for sample in samples)
-    tokens = sum(len(sample.tokens) for sample in samples)
-    histogram = [sum(n) for n in zip_longest(*(s.stats.accept_histogram for s in samples), fillvalue=0)]
-    found = Row(
+    sums, tokens = summed(sample.stats for sample in samples), sum(len(sample.tokens) for sample in samples)
+    histogram = sums.accept_histogram
+
+    def ratio(seconds: Callable[[Sample], float]) -> Spread | None:
+        return Spread.of([sum(map(seconds, t[PLAIN])) / sum(map(seconds, t[mode])) for t in turns]) if ratios else None
+
+    return Row(
         mode=mode,
         answers=len(samples),
         tokens=tokens,
-        acceptance_length=tokens / rounds,
+        acceptance_length=tokens / sums.rounds,
         accept_histogram=tuple(histogram),
-        acceptance=tuple(sum(histogram[slot:]) / rounds for slot in range(1, len(histogram))),
-        plain_rounds=1 - sum(sample.stats.draft_passes for sample in samples) / rounds,
+        acceptance=tuple(sum(histogram[slot:]) / sums.rounds for slot in range(1, len(histogram))),
+        plain_rounds=sums.plain_share,
         ttft=Spread.of([sample.ttft for sample in samples]),
         decode_tps=Spread.of([len(s.tokens) / max(s.stats.decode_seconds, 1e-9) for s in samples]),
         end_to_end_tps=Spread.of([len(s.tokens) / s.seconds for s in samples]),
+        decode_ratio=ratio(lambda s: s.stats.decode_seconds),
+        end_to_end_ratio=ratio(lambda s: s.seconds),
     )
-    if not ratios:
-        return found
-    decode, whole = [], []
-    for turn in turns:
-        plain, other = turn[PLAIN], turn[mode]
-        decode.append(sum(s.stats.decode_seconds for s in plain) / sum(s.stats.decode_seconds for s in other))
-        whole.append(sum(s.seconds for s in plain) / sum(s.seconds for s in other))
-    return Row(**vars(found) | {"decode_ratio": Spread.of(decode), "end_to_end_ratio": Spread.of(whole)})

@@ -1,8 +1,6 @@
 """What there is to know of a machine before anything is claimed of it. Nothing in it names a user or a path."""
 
-import platform
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from specmlx.formats.sizes import affine
 from specmlx.kernels.choice.operators import OPERATORS
 from specmlx.kernels.dispatch import Chooser, metal_factory
 from specmlx.receipts.chips import chip_named
-from specmlx.receipts.machine import Bandwidth, Machine, known_bandwidth, measure_bandwidth, this_machine
+from specmlx.receipts.machine import Bandwidth, Machine, known_bandwidth, measure_bandwidth, this_machine, versions
 from specmlx.receipts.parity import total, verdicts
 
 PACKAGES = ("mlx", "mlx-lm", "transformers", "huggingface_hub", "safetensors", "numpy")
@@ -100,7 +98,7 @@ def examine(measure: bool = False) -> Diagnosis:
     """Look at the machine, and check the demo pair on two prompts; `measure` runs the streaming probe first."""
     machine = this_machine()
     return Diagnosis(
-        versions=_versions(),
+        versions=versions(*PACKAGES),
         machine=machine,
         limits=_limits(mx.device_info()),
         bandwidth=measure_bandwidth() if measure else known_bandwidth(machine),
@@ -108,16 +106,6 @@ def examine(measure: bool = False) -> Diagnosis:
         hub_cache=_hub_cache(),
         demo=_demo(),
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {"specmlx": specmlx.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
-    return found
 
 
 def _limits(info: dict[str, Any]) -> dict[str, int]:

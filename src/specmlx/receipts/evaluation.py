@@ -11,35 +11,36 @@ from specmlx.drafters.proposal import Drafter, Proposal
 from specmlx.generation import Generation, stream_generate
 from specmlx.receipts.accounting import account
 from specmlx.receipts.chips import Chip
-from specmlx.speculation.stats import Stats
+from specmlx.speculation.stats import Stats, summed
 
 
 @dataclass
 class Acceptance:
-    """Sums over the prompts of one category.
+    """What was counted over the prompts of one category.
 
-    histogram: rounds by how many drafted tokens they delivered. identical: prompts whose text is plain decoding's.
-    confidences: (the drafter's own estimate, whether the token was kept) of every slot that the target looked at.
+    identical: prompts whose text is plain decoding's.
+    confidences: (the drafter's own estimate, whether the token was kept) of every slot that the target decided on.
     plain, speculative: the stats of each decoding.
     """
 
-    prompts: int = 0
     identical: int = 0
-    tokens: int = 0
-    rounds: int = 0
-    histogram: list[int] = field(default_factory=list)
     confidences: list[tuple[float, bool]] = field(default_factory=list)
     plain: list[Stats] = field(default_factory=list)
     speculative: list[Stats] = field(default_factory=list)
 
     @property
-    def acceptance_length(self) -> float:
-        """Tokens a target pass (τ), everything that was delivered counted."""
-        return self.tokens / self.rounds if self.rounds else 0.0
+    def prompts(self) -> int:
+        return len(self.speculative)
+
+    @property
+    def sums(self) -> Stats:
+        """Of the speculative decodings; its acceptance length counts everything that was delivered."""
+        return summed(self.speculative)
 
     def slots(self) -> list[float]:
         """For each slot, how often its token was kept where the slots before it were."""
-        reached = [sum(self.histogram[k:]) for k in range(len(self.histogram) + 1)]
+        histogram = self.sums.accept_histogram
+        reached = [sum(histogram[k:]) for k in range(len(histogram) + 1)]
         return [after / before for before, after in zip(reached, reached[1:], strict=False) if before][:-1]
 
     def calibration(self, bins: int = 10) -> list[tuple[float, float, int]]:
@@ -51,11 +52,8 @@ class Acceptance:
         return [(sum(e for e, _ in group) / n, sum(k for _, k in group) / n, n) for group, n in means]
 
     def __iadd__(self, other: "Acceptance") -> "Acceptance":
-        longest = max(len(self.histogram), len(other.histogram))
-        padded = [h + [0] * (longest - len(h)) for h in (self.histogram, other.histogram)]
-        self.histogram = [a + b for a, b in zip(*padded, strict=True)]
-        for name in ("prompts", "identical", "tokens", "rounds", "confidences", "plain", "speculative"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
         return self
 
 
@@ -93,20 +91,8 @@ def evaluate(
             if response.stats.rounds > len(ends):
                 ends.append(0)
             ends[-1] += response.from_draft
-        stats = response.stats
-        yield (
-            category,
-            Acceptance(
-                prompts=1,
-                identical=int(ids == plain),
-                tokens=stats.generation_tokens,
-                rounds=stats.rounds,
-                histogram=list(stats.accept_histogram),
-                confidences=list(_judged(confidences, ends, drafter.max_width)),
-                plain=[alone[-1].stats],
-                speculative=[stats],
-            ),
-        )
+        judged = list(_judged(confidences, ends, drafter.max_width))
+        yield category, Acceptance(int(ids == plain), judged, [alone[-1].stats], [response.stats])
 
 
 def byte_limit(model: Any, drafter: Drafter, found: Acceptance, chip: Chip) -> dict[str, Any]:
@@ -114,18 +100,14 @@ def byte_limit(model: Any, drafter: Drafter, found: Acceptance, chip: Chip) -> d
 
     By bytes alone, every weight read once a pass: real passes of several rows cost more.
     """
-    rates = []
-    for runs, used in ((found.speculative, drafter), (found.plain, None)):
+
+    def rate(runs: list[Stats], used: Drafter | None) -> float:
         moved = sum(account(model, stats, used).total for stats in runs)
-        rates.append(chip.bandwidth * 1e9 * sum(stats.generation_tokens for stats in runs) / moved)
-    speculative, plain = rates
-    return {
-        "chip": chip.name,
-        "bandwidth": chip.bandwidth,
-        "speculative_tps": speculative,
-        "plain_tps": plain,
-        "ratio": speculative / plain,
-    }
+        return chip.bandwidth * 1e9 * summed(runs).generation_tokens / moved
+
+    speculative, plain = rate(found.speculative, drafter), rate(found.plain, None)
+    limits = {"speculative_tps": speculative, "plain_tps": plain, "ratio": speculative / plain}
+    return {"chip": chip.name, "bandwidth": chip.bandwidth} | limits
 
 
 def _judged(confidences: list[mx.array | None], ends: list[int], width: int) -> Iterator[tuple[float, bool]]:

@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
 import mlx.core as mx
 import numpy as np
 
+import specmlx
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.cache import cache_directory
 from specmlx.receipts.chips import chip_named
@@ -59,6 +61,17 @@ def this_machine() -> Machine:
         cores=os.cpu_count(),
         backend=backend(),
     )
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of specmlx, Python and packages; "missing" for one that is not installed."""
+    found = {"specmlx": specmlx.__version__, "python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
 
 
 def backend() -> str:

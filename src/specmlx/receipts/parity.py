@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from specmlx.drafters.proposal import Drafter
 from specmlx.generation import stream_generate
-from specmlx.speculation.stats import Stats
+from specmlx.speculation.stats import Stats, summed
 from specmlx.targets.adapters import read_adapter
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import cast
@@ -210,17 +210,10 @@ def first_difference(plain: Decoded, other: Decoded) -> Difference | None:
 
 def total(verdicts: Sequence[Verdict]) -> Totals:
     """Sum up the verdicts of one drafter."""
-    stats = [verdict.stats for verdict in verdicts if verdict.stats is not None]
-    histograms = zip_longest(*(each.accept_histogram for each in stats), fillvalue=0)
-    return Totals(
-        prompts=len(verdicts),
-        passed=sum(verdict.passed for verdict in verdicts),
-        tokens=sum(verdict.tokens for verdict in verdicts),
-        rounds=sum(each.rounds for each in stats),
-        proposed=sum(each.proposed for each in stats),
-        accepted=sum(each.accepted for each in stats),
-        accept_histogram=tuple(map(sum, histograms)),
-    )
+    sums = summed(verdict.stats for verdict in verdicts if verdict.stats is not None)
+    passed, tokens = sum(verdict.passed for verdict in verdicts), sum(verdict.tokens for verdict in verdicts)
+    counts = (sums.rounds, sums.proposed, sums.accepted, tuple(sums.accept_histogram))
+    return Totals(len(verdicts), passed, tokens, *counts)
 
 
 def top_2_margin(logprobs: mx.array) -> float:

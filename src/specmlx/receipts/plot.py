@@ -1,7 +1,9 @@
-"""Ceiling lines over the acceptance length, a line a chip, with claims as points. Needs matplotlib."""
+"""Byte limits over the tokens per pass, and the speeds of a benchmark. Needs matplotlib."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from specmlx.formats.atomic import check_folder
 from specmlx.receipts.benchmark import Row
@@ -22,6 +24,18 @@ def check_plot(path: Path) -> None:
         raise ValueError("--plot needs matplotlib: pip install 'specmlx[plot]'") from None
 
 
+@contextlib.contextmanager
+def _axes(path: Path, title: str, height: float) -> Iterator[Any]:
+    """Axes to draw into; the figure is written at the end."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, height), layout="constrained")
+    axes = figure.add_subplot()
+    yield axes
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
 def plot_ceilings(
     line: Roofline,
     path: Path,
@@ -30,53 +44,37 @@ def plot_ceilings(
     points: Sequence[tuple[float, float]] = (),
     title: str = "",
 ) -> None:
-    """Write the byte limits of chips for τ from 1 to the round's rows; `points` are (tok/s, τ)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    taus = [1.0, float(max(line.rows, 2))]
-    # Chips of one bandwidth have one line.
-    for i, bandwidth in enumerate(sorted({chip.bandwidth for chip in chips}, reverse=True)):
-        names = ", ".join(chip.name for chip in chips if chip.bandwidth == bandwidth)
-        label = f"{names} {bandwidth:g} GB/s".strip()
-        limits = [line.ceiling(bandwidth, tau, context) for tau in taus]
-        axes.plot(taus, limits, label=label, linewidth=1.2, linestyle="-" if i < 10 else "--")
-    for speed, tau in points:
-        axes.plot([tau], [speed], "ko", markersize=5)
-        axes.annotate(f"{speed:g} tok/s", (tau, speed), textcoords="offset points", xytext=(6, -4), fontsize=8)
-    axes.set_xlabel("τ, tokens a round")
-    axes.set_ylabel("tok/s, at most (byte limit)")
-    axes.set_xlim(taus[0], taus[1])
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.set_title(title, fontsize=9)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    figure.savefig(path, dpi=150)
+    """Write the byte limits of chips for 1 to the round's rows tokens per pass; `points` are (tok/s, tokens)."""
+    with _axes(path, title, 5.5) as axes:
+        taus = [1.0, float(max(line.rows, 2))]
+        # Chips of one bandwidth have one line.
+        for i, bandwidth in enumerate(sorted({chip.bandwidth for chip in chips}, reverse=True)):
+            names = ", ".join(chip.name for chip in chips if chip.bandwidth == bandwidth)
+            limits = [line.ceiling(bandwidth, tau, context) for tau in taus]
+            label = f"{names} {bandwidth:g} GB/s".strip()
+            axes.plot(taus, limits, label=label, linewidth=1.2, linestyle="-" if i < 10 else "--")
+        for speed, tau in points:
+            axes.plot([tau], [speed], "ko", markersize=5)
+            axes.annotate(f"{speed:g} tok/s", (tau, speed), textcoords="offset points", xytext=(6, -4), fontsize=8)
+        axes.set(xlabel="tokens per pass", ylabel="tok/s, at most (byte limit)", xlim=taus)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def plot_speeds(suites: Mapping[str, Sequence[Row]], path: Path, title: str = "") -> None:
     """Write the decoding speed of each mode by suite, with quartiles; ratios above the bars where there are any."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
     modes = [row.mode for row in next(iter(suites.values()))]
-    for i, mode in enumerate(modes):
-        at = [x + (i - (len(modes) - 1) / 2) * 0.27 for x in range(len(suites))]
-        rows = [next(row for row in rows if row.mode == mode) for rows in suites.values()]
-        tps = [row.decode_tps for row in rows]
-        errors = [[each.median - each.low for each in tps], [each.high - each.median for each in tps]]
-        axes.bar(at, [each.median for each in tps], 0.25, yerr=errors, capsize=2, label=mode)
-        for x, row in zip(at, rows, strict=True):
-            if row.decode_ratio is not None:
-                axes.annotate(f"{row.decode_ratio.median:.2f}×", (x, row.decode_tps.high), ha="center", fontsize=7)
-    axes.set_xticks(range(len(suites)), list(suites))
-    axes.set_ylabel("tok/s, decoding")
-    axes.set_title(title, fontsize=9)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
+    with _axes(path, title, 4.5) as axes:
+        for i, mode in enumerate(modes):
+            at = [x + (i - (len(modes) - 1) / 2) * 0.27 for x in range(len(suites))]
+            rows = [next(row for row in rows if row.mode == mode) for rows in suites.values()]
+            tps = [row.decode_tps for row in rows]
+            errors = [[each.median - each.low for each in tps], [each.high - each.median for each in tps]]
+            axes.bar(at, [each.median for each in tps], 0.25, yerr=errors, capsize=2, label=mode)
+            for x, row in zip(at, rows, strict=True):
+                if row.decode_ratio is not None:
+                    axes.annotate(f"{row.decode_ratio.median:.2f}×", (x, row.decode_tps.high), ha="center", fontsize=7)
+        axes.set_xticks(range(len(suites)), list(suites))
+        axes.set_ylabel("tok/s, decoding")
+        axes.legend(fontsize=8)

@@ -1,6 +1,8 @@
 """What a generation did, counted as it was delivered."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
 
 @dataclass
@@ -85,3 +87,14 @@ class Stats:
     def snapshot(self) -> "Stats":
         """A copy that later rounds do not change."""
         return replace(self, accept_histogram=list(self.accept_histogram), phases=dict(self.phases))
+
+
+def summed(several: Iterable[Stats]) -> Stats:
+    """The counts and seconds of several generations together; their mode, reason and phases are left out."""
+    several = list(several)
+    histogram = [sum(rounds) for rounds in zip_longest(*(each.accept_histogram for each in several), fillvalue=0)]
+    total = Stats(accept_histogram=histogram)
+    for name, value in vars(total).items():
+        if type(value) in (int, float):
+            setattr(total, name, sum(getattr(each, name) for each in several))
+    return total

@@ -30,7 +30,8 @@ def finish(run: Run, arguments: Sequence[str], data: str, verifier: str) -> str:
     same = (
         "all texts identical" if total.identical == total.prompts else f"{total.identical} of {total.prompts} identical"
     )
-    return f"{run.out}: τ {total.acceptance_length:.2f} on {total.prompts} held-out prompts, {same} to plain decoding"
+    measured = f"{total.sums.acceptance_length:.2f} tokens per pass on {total.prompts} held-out prompts"
+    return f"{run.out}: {measured}, {same} to plain decoding"
 
 
 def _card(run: Run, total: Acceptance, arguments: Sequence[str], data: str) -> str:
@@ -63,5 +64,6 @@ def _measured(total: Acceptance, sampling: str) -> str:
         return "Not measured: no prompt was held out."
     slots = ", ".join(f"{share:.2f}" for share in total.slots())
     return f"""Measured by decoding {total.prompts} held-out prompts ({sampling}, full width):
-  **τ {total.acceptance_length:.2f}** tokens a target pass; slots kept where those before them were: {slots};
+  **{total.sums.acceptance_length:.2f} tokens per pass** of the target (τ);
+  slots kept where those before them were: {slots};
   {total.identical} of {total.prompts} texts identical to plain decoding's."""
