@@ -352,7 +352,7 @@ def test_a_step_learns_the_same_whenever_it_is_asked_for(target, data, tmp_path)
     rows = read_rows(data)[:21]
 
     def batches(name: str) -> Batches:
-        answers = Answers(model, tokenizer, tmp_path / name, max_tokens=5, max_length=64)
+        answers = Answers(model, tokenizer, tmp_path / name, Settings({}, max_tokens=5, max_length=64))
         return Batches(answers, rows, batch_size=4, anchors=3, seed=7, pool=8)
 
     one, other = batches("one"), batches("other")
