@@ -24,8 +24,14 @@ BLOCK = 32
 
 def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     """What each layer makes of x; layers whose kernels read x in another order share one copy of it."""
-    ordered = Ordered()
-    return [layer.product(x, ordered) if isinstance(layer, _Rows) else layer(x) for layer in layers]
+    ordered, found = None, []
+    for layer in layers:
+        if isinstance(layer, _Rows):
+            ordered = ordered or Ordered()
+            found.append(layer.product(x, ordered))
+        else:
+            found.append(layer(x))
+    return found
 
 
 def added(residual: mx.array | None, layer: nn.Module, x: mx.array) -> mx.array:

@@ -26,7 +26,8 @@ class GatedMLP(nn.Module):
 
     def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
         """Rows `[..., D]`, plus `residual`."""
-        return added(residual, self.down_proj, self._gated(x))
+        gated = swiglu(*products(x, self.gate_proj, self.up_proj)) if self._pair is None else self._gated(x)
+        return added(residual, self.down_proj, gated)
 
     def pair(self) -> nn.Module | None:
         """One of gate and up where both are packed alike and have no bias, else None."""
@@ -46,7 +47,7 @@ class GatedMLP(nn.Module):
 
     def _gated(self, x: mx.array) -> mx.array:
         gate, up = self.gate_proj, self.up_proj
-        variant = STOCK if self._pair is None else self._pair.variant(x.size // x.shape[-1])
+        variant = self._pair.variant(x.size // x.shape[-1])
         if variant == STOCK:
             return swiglu(*products(x, gate, up))
         return gate_up(x, _matrix(gate), _matrix(up), variant, self._factory, **packing(gate))

@@ -134,7 +134,7 @@ def _caught_up(draft: Draft) -> Draft:
     if not draft.waiting:
         return draft
     waiting = draft.waiting
-    if all(isinstance(count, int) for _, count in waiting):
+    if len(waiting) > 1 and isinstance(waiting[0][1], int):
         # Shown at once, what waited is one pass for the drafter.
         tokens = mx.concatenate([rows.tokens[:, :count] for rows, count in waiting], axis=1)
         features = None

@@ -8,7 +8,6 @@ import mlx.core as mx
 
 from specmlx.drafters.proposal import Drafter, Proposal
 from specmlx.speculation import joint
-from specmlx.speculation.accept import Outcome
 from specmlx.speculation.drafting import observe, observe_ahead, propose
 from specmlx.speculation.lane_width import widths_of
 from specmlx.speculation.mixed_policy import MixedPolicy, Policies
@@ -19,7 +18,7 @@ from specmlx.speculation.sequence import Sequence, Token
 from specmlx.speculation.timer import ACCEPT, DRAFT, OBSERVE, VERIFY, Timer, round_seconds
 from specmlx.speculation.width import Widths
 from specmlx.state.conversation import Conversation, Held, Observable
-from specmlx.state.layers import LayerStates, Pass
+from specmlx.state.layers import LayerStates
 
 # Rounds between two emptyings of mlx's buffer cache, which grows with every new attention length.
 _CLEAR_EVERY = 128
@@ -45,17 +44,20 @@ class Batch:
                 drafted = n < delivery.accepted
                 sequence.history.append(token)
                 sequence.stats.deliver(from_draft=drafted)
-                leaving = Token(token, round.logprobs[i][n], drafted, sequence.finish_reason(token))
+                stop, full = token in sequence.stop_tokens, sequence.stats.generation_tokens == sequence.max_tokens
+                reason = "stop" if stop else "length" if full else None
+                leaving = Token(token, round.logprobs[i][n], drafted, reason)
                 begin = time.perf_counter()
                 # Last of all, so that an interrupt leaves as little as can be in the state that nobody was given.
                 self.held.commit(n + 1, token, i)
                 self._suspend(sequence, begin)
-                sequence.over = leaving.finish_reason is not None
+                sequence.over = stop or full
                 yield sequence, leaving
                 self._resume()
                 if sequence.over:
                     break
-                sequence.conversation.check(sequence.owner)
+                if sequence.conversation.owner != sequence.owner:
+                    sequence.conversation.check(sequence.owner)
             if delivery.error and not sequence.over:
                 sequence.fail(delivery.error)
                 yield sequence, None
@@ -69,10 +71,14 @@ class Batch:
         drafts = mx.clip(proposal.tokens, 0, self.target.vocab_size - 1)
         rows = mx.concatenate([anchor[:, None], drafts], axis=1)
         verified = self.target.verify(states, rows, self.drafter.tap_ids if self.drafter else ())
-        self._lap(VERIFY, verified)
+        if self.timer:
+            self.timer.lap(VERIFY, verified)
         outcome, logprobs = policy.accept(proposal.tokens, proposal.q, verified.logits)
-        outcome = self._decided(outcome)
-        self._lap(ACCEPT, outcome.accepted, outcome.next_anchor, logprobs)
+        if self.decide:
+            decided = self.decide(mx.stack([outcome.accepted, outcome.next_anchor]))
+            outcome = replace(outcome, accepted=decided[0], next_anchor=decided[1])
+        if self.timer:
+            self.timer.lap(ACCEPT, (outcome.accepted, outcome.next_anchor, logprobs))
         observable, rows = Observable(rows, verified.features), [list(each) for each in logprobs]
         round = Round(proposal, verified, outcome, observable, rows, policy.failures, ahead=after is not None)
         return round.send(self.held.states, self.held.draft_arrays())
@@ -132,12 +138,12 @@ class Batch:
 
     def settle(self) -> None:
         """Let sequences that are over go, and those that join come in, if no round is under way."""
-        leaving = any(map(self._leaves, self.sequences))
-        if all(map(self._leaves, self.sequences)):
+        staying = [i for i, each in enumerate(self.sequences) if not (each.over or each in self._parted)]
+        leaving = len(staying) < len(self.sequences)
+        if not staying:
             self._drop_ahead()
         if self._ahead or not (leaving or self._joining):
             return
-        staying = [i for i, sequence in enumerate(self.sequences) if not self._leaves(sequence)]
         if staying and leaving:
             observe(self.held, self.drafter)
         held = joint.keep(self.held, staying) if self.held else None
@@ -148,6 +154,8 @@ class Batch:
         for sequence in joining:
             sequence.began = self._busy - sequence.stats.decode_seconds
         self._policies = Policies([sequence.policy for sequence in self.sequences])
+        if self.sequences:
+            self.choose(len(self.sequences))
 
     def _drop_ahead(self) -> None:
         if self._ahead:
@@ -162,7 +170,7 @@ class Batch:
         self.settle()
         for sequence in self.sequences:
             sequence.conversation.check(sequence.owner)
-        return self.issue(self._most(self.choose(len(self.sequences))))
+        return self.issue(self._most(self._chosen))
 
     def _most(self, num_draft_tokens: int, given: int = 0) -> int:
         """As many, or fewer where no sequence may give as many tokens, once all have given so many, or has room."""
@@ -193,17 +201,19 @@ class Batch:
         held, policies = self.held, self._policies
         if self.timer:
             self.timer.start()
-        positions = [len(each.processed) + 1 for each in held.members]
+        positions = [len(sequence.conversation.processed) + 1 for sequence in self.sequences]
         histories = [sequence.history for sequence in self.sequences] if policies.processors else ()
         if after is None:
             observe(held, self.drafter, later=num_draft_tokens == 0)
-            states, anchor = held.states, mx.array([each.pending for each in held.members], dtype=mx.int32)
+            anchors = [sequence.conversation.pending for sequence in self.sequences]
+            states, anchor = held.states, mx.array(anchors, dtype=mx.int32)
         else:
             if num_draft_tokens:
                 observe_ahead(held, after.observable, after.count)
             states, anchor = held.states.ahead(after.count), after.outcome.next_anchor
             positions, histories = mx.array(positions) + after.count, after.extended(histories)
-        self._lap(OBSERVE, held.draft_arrays())
+        if self.timer:
+            self.timer.lap(OBSERVE, held.draft_arrays())
         limits = [(sequence.left, sequence.stop_tokens) for sequence in self.sequences] if policies.sequential else ()
         return states, anchor, policies.at(positions, histories, limits)
 
@@ -213,27 +223,23 @@ class Batch:
         proposal = propose(self.drafter, self.held.draft.context, anchor, num_draft_tokens, policy)
         if self.decide and proposal.tokens.size:
             proposal = replace(proposal, tokens=self.decide(proposal.tokens))
-        if self.on_proposal:
+        if self.on_proposal is not None:
             proposal = self.on_proposal(proposal)
         if self._policies.sequential and len(self.sequences) == 1:
             proposal = until_stop(proposal, self.sequences[0].stop_tokens)
-        self._lap(DRAFT, proposal.tokens, proposal.q)
+        if self.timer:
+            self.timer.lap(DRAFT, (proposal.tokens, proposal.q))
         return proposal
-
-    def _decided(self, outcome: Outcome) -> Outcome:
-        if self.decide is None:
-            return outcome
-        return Outcome(*self.decide(mx.stack([outcome.accepted, outcome.next_anchor])), outcome.faults)
 
     def _read(self, round: Round, ahead: Round | Exception | None) -> list[Delivery]:
         """The round's one look at the device: what each sequence is given."""
-        if ahead is None:
+        if ahead is None and round.ahead:
             # Nothing goes out with it: what is lazy could not be evaluated if another thread goes on.
             mx.async_eval(self.held.draft_arrays())
         begin = time.perf_counter()
         self.held.states.evaluate(round.report)
         now = time.perf_counter()
-        lengths = [len(each.processed) for each in self.held.members]
+        lengths = [len(sequence.conversation.processed) for sequence in self.sequences]
         found = round.deliveries(self.target.vocab_size, lengths)
         kept = [
             each.accepted for i, each in enumerate(found) if not (self.sequences[i].over or i in round.failures)
@@ -276,10 +282,6 @@ class Batch:
         if sequence:
             sequence.stats.commit_seconds += self._left - begin
             sequence.stats.decode_seconds = self._busy - sequence.began
-
-    def _lap(self, phase: str, *arrays: mx.array | Pass | list | None) -> None:
-        if self.timer:
-            self.timer.lap(phase, arrays)
 
 
 def generate_tokens(

@@ -59,6 +59,9 @@ class Round:
     report: mx.array = field(init=False)
     seconds: float = 0.0
 
+    def __post_init__(self):
+        self.num_draft_tokens = self.proposal.tokens.shape[1]
+
     def send(self, states: LayerStates, arrays: Sequence[mx.array]) -> "Round":
         """Hand the round to the device with some arrays; `states` take its pass over."""
         outcome = self.outcome
@@ -69,10 +72,6 @@ class Round:
         self.verified = states.dispatch(self.verified, *sent, *arrays)
         self.seconds = time.perf_counter() - begin
         return self
-
-    @property
-    def num_draft_tokens(self) -> int:
-        return self.proposal.tokens.shape[1]
 
     @property
     def count(self) -> int | mx.array:

@@ -52,11 +52,5 @@ class Sequence:
         """How many tokens it may still give; None: any number."""
         return self.max_tokens - self.stats.generation_tokens if self.max_tokens > 0 else None
 
-    def finish_reason(self, token: int) -> str | None:
-        """Why `token`, the newest that was given, is the last one; None where it is not."""
-        if token in self.stop_tokens:
-            return "stop"
-        return "length" if self.stats.generation_tokens == self.max_tokens else None
-
     def fail(self, error: Exception) -> None:
         self.error, self.over = error, True

@@ -105,7 +105,7 @@ class Conversation(Held):
         self.pending = pending
         self.model: str | None = None
         self.max_kv_size: int | None = None
-        self._owner = 0
+        self.owner = 0
 
     def __deepcopy__(self, memo: dict) -> "Conversation":
         """Another conversation that goes on from here, as copies of mlx-lm's caches do; its drafter starts here."""
@@ -151,8 +151,8 @@ class Conversation(Held):
     def claim(self) -> int:
         """Take the conversation over and get the owner's number."""
         self.settle()
-        self._owner += 1
-        return self._owner
+        self.owner += 1
+        return self.owner
 
     def settle(self) -> None:
         """Make record and states agree after whatever ended a request: a pass that it left open is dropped."""
@@ -160,11 +160,11 @@ class Conversation(Held):
         del self.processed[self.states.length :]
 
     def owned_by(self, owner: int) -> bool:
-        return owner == self._owner
+        return owner == self.owner
 
     def check(self, owner: int) -> None:
         """Raises RuntimeError when another request has taken the conversation over."""
-        if owner != self._owner:
+        if owner != self.owner:
             raise RuntimeError("another request has taken this conversation over: this generator can't go on")
 
     def commit(self, count: int, token: int, index: int = 0) -> None:

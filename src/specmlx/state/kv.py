@@ -39,7 +39,7 @@ def reserve(
     Buffers that have to grow, and so to be copied, grow to as many rows as are `expected`.
     `keys_like` and `values_like` `[B, H, *, D]` give the shapes and dtypes of a buffer that does not exist yet.
     """
-    have = 0 if kv is None else kv.capacity
+    have = 0 if kv is None else kv.keys.shape[2]
     if have >= capacity:
         return kv
     missing = -(-max(capacity, expected) // step) * step - have
@@ -58,19 +58,15 @@ def write(kv: KV, keys: mx.array, values: mx.array, start: int | mx.array) -> KV
 
     Functional; mlx reuses the memory when nothing else refers to the old buffers at evaluation.
     """
-    return KV(_write(kv.keys, keys, start), _write(kv.values, values, start))
-
-
-def _write(buffer: mx.array, rows: mx.array, start: int | mx.array) -> mx.array:
-    if isinstance(start, int):
-        return mx.slice_update(buffer, rows, mx.array([start]), axes=(2,))
-    B = buffer.shape[0]
-    if B == 1:
-        return mx.slice_update(buffer, rows, start.reshape(1), axes=(2,))
-    for lane in range(B):
-        at = mx.stack([mx.array(lane, dtype=start.dtype), start[lane]])
-        buffer = mx.slice_update(buffer, rows[lane : lane + 1], at, axes=(0, 2))
-    return buffer
+    old_keys, old_values = kv
+    if isinstance(start, int) or len(keys) == 1:
+        at = mx.array([start]) if isinstance(start, int) else start.reshape(1)
+        return KV(mx.slice_update(old_keys, keys, at, axes=(2,)), mx.slice_update(old_values, values, at, axes=(2,)))
+    for i in range(len(keys)):
+        at = mx.stack([mx.array(i, dtype=start.dtype), start[i]])
+        old_keys = mx.slice_update(old_keys, keys[i : i + 1], at, axes=(0, 2))
+        old_values = mx.slice_update(old_values, values[i : i + 1], at, axes=(0, 2))
+    return KV(old_keys, old_values)
 
 
 def visible(q_positions: mx.array, length: int) -> mx.array:

@@ -116,7 +116,8 @@ class LayerStates:
     def open(self, new: Pass) -> Pass:
         """Take a pass whose layers have all been built."""
         layers = [b if isinstance(b, KV) else a for a, b in zip(self.layers, new.layers, strict=True)]
-        self._set(layers=layers, _pass=new, _committed=False, _bound_before=self.bound)
+        # One call into C, as all updates here: a Ctrl-C falls before or after it.
+        vars(self).update(layers=layers, _pass=new, _committed=False, _bound_before=self.bound)
         return new
 
     def ahead(self, count: int | mx.array) -> "LayerStates":
@@ -141,7 +142,7 @@ class LayerStates:
         """
         layers = [b if isinstance(b, KV) else a for a, b in zip(self.layers, new.layers, strict=True)]
         kept = new._replace(layers=[None if isinstance(layer, KV) else layer for layer in new.layers])
-        self._set(layers=layers, _pass=kept if self._pass is new else self._pass)
+        vars(self).update(layers=layers, _pass=kept if self._pass is new else self._pass)
         self._evaluate(mx.async_eval, new, *arrays)
         return kept
 
@@ -184,13 +185,12 @@ class LayerStates:
         if not self._committed:
             layers = [a if isinstance(a, KV) else b for a, b in zip(self.layers, self._pass.layers, strict=True)]
             new |= dict(start=self.length, layers=layers, _committed=True)
-        # One call into C: a Ctrl-C falls before or after it.
         vars(self).update(new)
 
     def abort(self) -> None:
         """Drop the open pass as if it had never run; a pass that is committed stays."""
         if not self._committed:
-            self._set(_pass=None, _committed=True)
+            vars(self).update(_pass=None, _committed=True)
 
     def folded(self) -> list[Layer]:
         """The layers with every committed row applied and no tape: what a snapshot or a save keeps."""
@@ -249,10 +249,6 @@ class LayerStates:
             return
         columns = zip(lengths, batches, strict=True)
         self.start = mx.concatenate([mx.broadcast_to(mx.array(n, dtype=mx.int32), (b,)) for n, b in columns])
-
-    def _set(self, **attributes) -> None:
-        # One call into C: a Ctrl-C falls before or after it.
-        vars(self).update(attributes)
 
     def _refuse_if_broken(self) -> None:
         if self._broken:

@@ -41,15 +41,14 @@ class DecoderLayer(nn.Module):
 
     def __call__(self, x: mx.array, mixer: Callable) -> tuple[mx.array, object]:
         """x plus its mixer's output plus its MLP's; `mixer(normed x, residual=x)` returns the layer's new state too."""
-        h, state = self._plus(x, mixer, self.input_layernorm(x))
-        h, _ = self._plus(h, lambda x, residual: (self.mlp(x, residual), None), self.post_attention_layernorm(h))
-        return h, state
-
-    def _plus(self, residual: mx.array, sublayer: Callable, x: mx.array) -> tuple[mx.array, object]:
-        if self.sharding_group is None:
-            return sublayer(x, residual=residual)
-        part, state = sublayer(x, residual=None)
-        return residual + mx.distributed.all_sum(part, group=self.sharding_group), state
+        group = self.sharding_group
+        if group is None:
+            h, state = mixer(self.input_layernorm(x), residual=x)
+            return self.mlp(self.post_attention_layernorm(h), h), state
+        part, state = mixer(self.input_layernorm(x), residual=None)
+        h = x + mx.distributed.all_sum(part, group=group)
+        part = self.mlp(self.post_attention_layernorm(h), None)
+        return h + mx.distributed.all_sum(part, group=group), state
 
 
 class HybridTextModel(nn.Module):

@@ -47,9 +47,11 @@ class Chunks(NamedTuple):
 def supports(q: mx.array, keys: Stored, values: Stored) -> bool:
     """Whether the kernels take these rows and this buffer."""
     D, T = q.shape[-1], q.shape[2]
+    if not (64 <= D <= 256 and D % 32 == 0 and 1 <= T <= MAX_ROWS):
+        return False
     same = keys.dims == values.dims == D and keys.bits == values.bits and keys.group_size == values.group_size
     stored = keys.bits in (4, 8) or keys.data.dtype == q.dtype
-    return same and stored and 64 <= D <= 256 and D % 32 == 0 and 1 <= T <= MAX_ROWS
+    return same and stored
 
 
 def attention(

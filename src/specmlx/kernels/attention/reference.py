@@ -29,6 +29,8 @@ class Stored(NamedTuple):
 
     def first(self, length: int) -> "Stored":
         """The buffer's first `length` rows."""
+        if self.scales is None:
+            return Stored(self.data[:, :, :length])
         return Stored(*(None if x is None else x[:, :, :length] for x in self[:3]), self.bits)
 
 
