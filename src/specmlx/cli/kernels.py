@@ -49,9 +49,11 @@ def kernels(as_json: bool, again: bool, off: str | None, on: str | None) -> None
 
 
 def as_dict(chooser: "Chooser", known: "dict[str, Operator]", shapes: list) -> dict:
+    from specmlx.kernels.choice.table import entry_name
+
     rows = []
     for operator, key in shapes:
-        outcome = chooser.table.outcome(operator, key)
+        outcome = chooser.table.entries[entry_name(operator, key)]
         rows.append(
             {
                 "operator": operator.name,

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 
 import mlx.core as mx
 
@@ -85,11 +86,10 @@ class Choice:
         """`1: stock, 2-32: A`, or the variant alone."""
         if len(set(self.by_rows)) == 1:
             return self.by_rows[0]
-        parts, begun = [], 1
-        for n in range(1, len(self.by_rows) + 1):
-            if n == len(self.by_rows) or self.by_rows[n] != self.by_rows[n - 1]:
-                parts.append(f"{begun}{f'-{n}' if n > begun else ''}: {self.by_rows[n - 1]}")
-                begun = n + 1
+        parts, last = [], 0
+        for variant, run in groupby(self.by_rows):
+            begun, last = last + 1, last + len(list(run))
+            parts.append(f"{begun}{f'-{last}' if last > begun else ''}: {variant}")
         return ", ".join(parts)
 
 

@@ -15,8 +15,7 @@ from specmlx.formats.scaled_linear import (
 )
 from specmlx.kernels.choice.operator import FIXED, STOCK
 from specmlx.kernels.dispatch import Choice
-from specmlx.kernels.experts import gather_by_expert
-from specmlx.kernels.quantized_matmul import Ordered, quantized_matmul
+from specmlx.kernels.quantized_matmul import Ordered, gather_by_expert, quantized_matmul
 
 # Rows of a pass of FIXED: stock mlx has one kernel for so many.
 BLOCK = 32
@@ -101,7 +100,7 @@ class Experts(Chosen):
             # Unsorted, each pair is a product by itself.
             return super().__call__(x, indices, sorted_indices and variant == STOCK)
         packed, options = (self.weight, self.scales, self.get("biases")), packing(self)
-        options |= {"sorted_indices": sorted_indices, "factory": self._factory}
+        options |= {"sorted_indices": sorted_indices, "kernel": self._factory}
         y = gather_by_expert(x, *packed, indices, **options)
         return y + mx.expand_dims(self.bias[indices], -2) if "bias" in self else y
 

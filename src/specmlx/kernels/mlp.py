@@ -9,8 +9,8 @@ from mlx_lm.models.activations import swiglu
 from specmlx.formats.scaled_linear import ScaledLinear
 from specmlx.kernels.choice.operator import STOCK
 from specmlx.kernels.dispatch import Choice
-from specmlx.kernels.gate_up import Matrix, gate_up
 from specmlx.kernels.linear import added, packing, products
+from specmlx.kernels.quantized_matmul import gated_quantized_matmul
 
 
 class GatedMLP(nn.Module):
@@ -50,8 +50,9 @@ class GatedMLP(nn.Module):
         variant = self._pair.variant(x.size // x.shape[-1])
         if variant == STOCK:
             return swiglu(*products(x, gate, up))
-        return gate_up(x, _matrix(gate), _matrix(up), variant, self._factory, **packing(gate))
+        matrices, options = (_matrix(gate), _matrix(up)), packing(gate)
+        return gated_quantized_matmul(x, *matrices, variant=variant, kernel=self._factory, **options)
 
 
-def _matrix(layer: nn.Module) -> Matrix:
+def _matrix(layer: nn.Module) -> tuple:
     return layer.weight, layer.scales, layer.get("biases"), layer.get("output_scale")

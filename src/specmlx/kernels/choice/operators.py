@@ -3,12 +3,11 @@
 from typing import NamedTuple
 
 import mlx.core as mx
+from mlx_lm.models.activations import swiglu
 
 from specmlx.kernels.choice.decoding import ACCEPT, ATTENTION, DRAFT_HEAD, GATED_DELTA, GATED_DELTA_PREFILL
 from specmlx.kernels.choice.operator import STOCK, TOGETHER, Key, Operator
-from specmlx.kernels.experts import gather_by_expert
-from specmlx.kernels.gate_up import Matrix, gate_up
-from specmlx.kernels.quantized_matmul import quantized_matmul, reference
+from specmlx.kernels.quantized_matmul import gated_quantized_matmul, gather_by_expert, quantized_matmul, reference
 from specmlx.kernels.quantized_matmul.metal import scales_outside
 from specmlx.kernels.tuning import tuning
 
@@ -129,7 +128,7 @@ class Experts(QuantizedMatmul):
         x, experts, w, scales, biases, format = inputs
         if variant == STOCK:
             return mx.gather_qmm(x, w, scales, biases, rhs_indices=experts, transpose=True, **format)
-        return gather_by_expert(x, w, scales, biases, experts, factory=self.factory, **format)
+        return gather_by_expert(x, w, scales, biases, experts, kernel=self.factory, **format)
 
     def reference(self, inputs: Mixed) -> mx.array:
         x, experts, w, scales, biases, format = inputs
@@ -139,11 +138,11 @@ class Experts(QuantizedMatmul):
 
 
 class Pair(NamedTuple):
-    """x `[M, K]` and two packed matrices `[N, K]` of one format."""
+    """x `[M, K]` and two packed matrices `[N, K]` of one format: words, scales, and biases or None."""
 
     x: mx.array
-    gate: Matrix
-    up: Matrix
+    gate: tuple
+    up: tuple
     format: dict
 
 
@@ -161,16 +160,18 @@ class GateUp(QuantizedMatmul):
 
     def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> Pair:
         gate, up = (super(GateUp, self).inputs(key, rows, 2 * seed + i, exact) for i in (0, 1))
-        return Pair(gate.x / key["K"] ** 0.5, (*gate[1:4], None), (*up[1:4], None), gate.format)
+        return Pair(gate.x / key["K"] ** 0.5, gate[1:4], up[1:4], gate.format)
 
     def run(self, variant: str, inputs: Pair) -> mx.array:
         x, gate, up, format = inputs
-        return gate_up(x, gate, up, variant, self.factory, **format)
+        if variant == STOCK:
+            return swiglu(*(mx.quantized_matmul(x, *matrix, transpose=True, **format) for matrix in (gate, up)))
+        return gated_quantized_matmul(x, gate, up, variant=variant, kernel=self.factory, **format)
 
     def reference(self, inputs: Pair) -> mx.array:
         x, gate, up, format = inputs
         x = x.astype(mx.float32)
-        gate, up = (reference.quantized_matmul(x, *matrix[:3], **format) for matrix in (gate, up))
+        gate, up = (reference.quantized_matmul(x, *matrix, **format) for matrix in (gate, up))
         return gate * mx.sigmoid(gate) * up
 
 

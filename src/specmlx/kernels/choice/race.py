@@ -6,6 +6,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -65,12 +66,13 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
     # MLX_ENABLE_TF32 as it is: what is checked is what will serve.
     environment = {**os.environ, "PYTHONPATH": _import_path()}
     try:
+        errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         child = subprocess.Popen(
             # -P: no file beside the user's own may stand in for a module.
             [interpreter(), "-P", "-m", "specmlx.kernels.choice.child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=errors,
             encoding="utf-8",
             errors="replace",
             env=environment,
@@ -78,20 +80,10 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
     except OSError as problem:
         raise NoRace(f"the process that checks them can't be started: {problem}") from None
     lines: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        for line in child.stdout:
-            lines.put(line)
-        lines.put("")
-
-    errors: list[str] = []
-    readers = [
-        threading.Thread(target=read, daemon=True),
-        threading.Thread(target=lambda: errors.extend(child.stderr), daemon=True),
-    ]
+    # Behind the last line an empty one.
+    reader = threading.Thread(target=lambda: [*map(lines.put, child.stdout), lines.put("")], daemon=True)
     try:
-        for reader in readers:
-            reader.start()
+        reader.start()
         with contextlib.suppress(BrokenPipeError):  # it ended at once: the lines below say so
             child.stdin.write(json.dumps(job))
             child.stdin.close()
@@ -104,8 +96,8 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
                 return
             if not line:
                 child.wait()
-                readers[1].join(1.0)
-                last = errors[-1].strip() if errors else "no message"
+                errors.seek(0)
+                last = (errors.readlines() or ["no message"])[-1].strip()
                 yield {"lost": f"ends the process with {child.returncode}: {last}"}
                 return
             if (step := _step(line)) is None:
@@ -117,10 +109,9 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
     finally:
         child.kill()
         child.wait()
-        for reader in readers:
-            reader.join(1.0)
+        reader.join(1.0)
         child.stdout.close()
-        child.stderr.close()
+        errors.close()
 
 
 def interpreter(executable: str | None = sys.executable, frozen: bool = hasattr(sys, "frozen")) -> str:

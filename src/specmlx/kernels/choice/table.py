@@ -94,9 +94,6 @@ class Table:
         parts = (name.split(" ", 1) for name in self.entries)
         return [(name, json.loads(key)) for name, key in parts]
 
-    def outcome(self, operator: Operator, key: Key) -> Outcome:
-        return self.entries[entry_name(operator, key)]
-
     def as_dict(self) -> dict:
         entries = {name: {"seconds": o.seconds, "dropped": o.dropped} for name, o in self.entries.items()}
         return {"version": this_version(), "chip": self.chip, "off": self.off, "entries": entries}

@@ -3,6 +3,7 @@
 from specmlx.kernels.quantized_matmul.metal import (
     Ordered,
     gated_quantized_matmul,
+    gather_by_expert,
     gather_quantized_matmul,
     order_and_sum_rows,
     order_rows,
@@ -13,6 +14,7 @@ from specmlx.kernels.quantized_matmul.metal import (
 __all__ = [
     "Ordered",
     "gated_quantized_matmul",
+    "gather_by_expert",
     "gather_quantized_matmul",
     "order_and_sum_rows",
     "order_rows",

@@ -5,6 +5,7 @@ from functools import lru_cache
 from math import ceil
 
 import mlx.core as mx
+from mlx_lm.models.activations import swiglu
 
 from specmlx.kernels.source import Source, made
 from specmlx.kernels.tuning import tuning
@@ -201,12 +202,16 @@ def gated_quantized_matmul(
     variant: str = "A",
     ordered: Ordered | None = None,
 ) -> mx.array:
-    """silu(x gateᵀ) * (x upᵀ) `[..., N]` in one pass, each product and operation rounded to x's dtype.
+    """silu(x gateᵀ) * (x upᵀ) `[..., N]`, each product and operation rounded to x's dtype.
 
-    gate and up are `(w, scales, biases, tensor_scale)` of one format, trailing Nones left out. Forms "A" and "AX".
-    Raises ValueError for what `supported` refuses.
+    gate and up are `(w, scales, biases, tensor_scale)` of one format, trailing Nones left out. Forms "A" and "AX" are
+    one pass, the others two products. Raises ValueError for what `supported` refuses.
     """
     gate, up = ((*matrix, *[None] * (4 - len(matrix))) for matrix in (gate, up))
+    if variant not in ("A", "AX"):
+        options = {"group_size": group_size, "bits": bits, "mode": mode, "kernel": kernel, "variant": variant}
+        options["ordered"] = ordered or Ordered()
+        return swiglu(*(quantized_matmul(x, *matrix[:3], tensor_scale=matrix[3], **options) for matrix in (gate, up)))
     for w, scales, *_ in (gate, up):
         _check(x, w, scales, variant, group_size, bits, mode)
     rows = x.reshape(-1, x.shape[-1])
@@ -245,6 +250,29 @@ def gather_quantized_matmul(
         **_launch("gather", x.dtype, P, N, K, group_size, bits, mode),
     )
     return out
+
+
+def gather_by_expert(
+    x: mx.array,
+    w: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    indices: mx.array,
+    *,
+    sorted_indices: bool = False,
+    **options,
+) -> mx.array:
+    """As `mx.gather_qmm(x, w, scales, biases, rhs_indices=indices, transpose=True)`: `[*indices.shape, 1, N]`.
+
+    x has a row `[..., 1, K]` for each of `indices` `[..., k]`, or one for every k of them, in any order. options: as of
+    `gather_quantized_matmul`.
+    """
+    pairs, x_rows = indices.reshape(-1), x.reshape(-1, x.shape[-1])
+    shared = pairs.size // len(x_rows)
+    order = mx.arange(pairs.size, dtype=mx.uint32) if sorted_indices else mx.argsort(pairs)
+    experts = pairs if sorted_indices else pairs[order]
+    y = gather_quantized_matmul(x_rows, w, scales, biases, order // shared, experts, **options)
+    return (y if sorted_indices else y[mx.argsort(order)]).reshape(*indices.shape, 1, -1)
 
 
 @lru_cache(maxsize=1024)
