@@ -352,8 +352,8 @@ def test_a_step_learns_the_same_whenever_it_is_asked_for(target, data, tmp_path)
     rows = read_rows(data)[:21]
 
     def batches(name: str) -> Batches:
-        answers = Answers(model, tokenizer, tmp_path / name, Settings({}, max_tokens=5, max_length=64))
-        return Batches(answers, rows, batch_size=4, anchors=3, seed=7, pool=8)
+        settings = Settings({}, max_tokens=5, max_length=64, batch_size=4, anchors=3, seed=7, pool=8)
+        return Batches(Answers(model, tokenizer, tmp_path / name, settings), rows, settings)
 
     one, other = batches("one"), batches("other")
     in_turn = [one(step) for step in range(14)]
