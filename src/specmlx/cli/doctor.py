@@ -49,7 +49,7 @@ def text(found: "Diagnosis") -> str:
         by_choice.setdefault(chosen, []).append(operator)
     result = demo.error or (
         f"{demo.identical} of {demo.prompts} prompts the same with and without the drafter, {demo.tokens} tokens in "
-        f"{demo.rounds} rounds (τ {demo.acceptance_length:.2f})"
+        f"{demo.rounds} rounds ({demo.acceptance_length:.2f} tokens per pass)"
     )
     rows = {
         "versions": ", ".join(f"{name} {number}" for name, number in found.versions.items()),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specmlx.receipts.parity import Difference, Verdict
 
-# What stands behind a drafter's name where the kernels are those that serve without --consistent.
+# Follows a drafter's name where the kernels are those that run without --consistent.
 DEFAULT = "by the default kernels"
 
 
@@ -39,7 +39,7 @@ def total_line(verdicts: "list[Verdict]") -> str:
 
 
 def summary(results: "dict[str, list[Verdict]]", default: "dict[str, list[Verdict]]") -> Iterator[str]:
-    """The last lines: sums by what was held against plain decoding, with `consistent` and by the default choice."""
+    """The last lines: sums by what was compared with plain decoding, with `consistent` and by the default choice."""
     for name, found in results.items():
         kernels = " with --consistent" if default else ""
         yield f"{name}{kernels}: {total_line(found)}"
@@ -48,15 +48,14 @@ def summary(results: "dict[str, list[Verdict]]", default: "dict[str, list[Verdic
 
 
 def agreement(verdicts: "list[Verdict]") -> str:
-    """How far decodings that needn't agree do: how many are identical, and at which margins the others part."""
-    margins = [v.difference.margin for v in verdicts if v.difference is not None and v.difference.margin is not None]
-    first = min((v.difference.index for v in verdicts if v.difference is not None), default=None)
+    """How many decodings are identical, and the margins where the others part: they need not agree."""
     text = f"{sum(verdict.identical for verdict in verdicts)} of {len(verdicts)} prompts identical"
-    if first is None:
+    parted = [verdict.difference for verdict in verdicts if verdict.difference is not None]
+    if not parted:
         return text
-    return (
-        f"{text}, first difference at token {first}, top-2 margins where they part up to {max(margins, default=0):.3g}"
-    )
+    margin = max((found.margin for found in parted if found.margin is not None), default=0)
+    first = min(found.index for found in parted)
+    return f"{text}, first difference at token {first}, top-2 margins where they part up to {margin:.3g}"
 
 
 def as_object(
@@ -66,42 +65,31 @@ def as_object(
     tokenizer: Any,
     default: "dict[str, list[Verdict]] | None" = None,
 ) -> dict[str, Any]:
-    """Everything, for `--json`; `results` by what was held against plain decoding.
+    """Everything, for `--json`; `results` by what was compared with plain decoding.
 
     `default`: the same with the default choice of kernels, where `results` are those of `consistent`.
     """
-    passed = all(verdict.passed for verdicts in results.values() for verdict in verdicts)
-    report = {"model": model, "passed": passed, "comparisons": _comparisons(texts, results, tokenizer)}
-    return report | ({"default_choice": _comparisons(texts, default, tokenizer)} if default else {})
-
-
-def _comparisons(texts: list[str], results: "dict[str, list[Verdict]]", tokenizer: Any) -> dict[str, Any]:
     from specmlx.receipts.parity import total
 
-    comparisons = {}
-    for name, verdicts in results.items():
-        sums = total(verdicts)
-        prompts = [
-            {"prompt": text} | _prompt_object(verdict, tokenizer) for text, verdict in zip(texts, verdicts, strict=True)
-        ]
-        comparisons[name] = asdict(sums) | {"acceptance_length": sums.acceptance_length, "by_prompt": prompts}
-    return comparisons
+    def comparisons(results: "dict[str, list[Verdict]]") -> dict[str, Any]:
+        found = {}
+        for name, verdicts in results.items():
+            sums, pairs = total(verdicts), zip(texts, verdicts, strict=True)
+            prompts = [{"prompt": text} | _prompt_object(verdict, tokenizer) for text, verdict in pairs]
+            found[name] = asdict(sums) | {"acceptance_length": sums.acceptance_length, "by_prompt": prompts}
+        return found
+
+    passed = all(verdict.passed for verdicts in results.values() for verdict in verdicts)
+    report = {"model": model, "passed": passed, "comparisons": comparisons(results)}
+    return report | ({"default_choice": comparisons(default)} if default else {})
 
 
 def _prompt_object(verdict: "Verdict", tokenizer: Any) -> dict[str, Any]:
-    stats, found = verdict.stats, verdict.difference
-    counts = ("rounds", "proposed", "accepted", "accept_histogram")
-    difference = None
-    if found is not None:
-        texts = {"plain_text": _text(found.plain, tokenizer), "other_text": _text(found.other, tokenizer)}
-        difference = asdict(found) | texts
-    return {
-        "tokens": verdict.tokens,
-        "identical": verdict.identical,
-        "passed": verdict.passed,
-        **({} if stats is None else {name: getattr(stats, name) for name in counts}),
-        "difference": difference,
-    }
+    found, names = verdict.difference, ("rounds", "proposed", "accepted", "accept_histogram")
+    counts = {} if verdict.stats is None else {name: getattr(verdict.stats, name) for name in names}
+    texts = found and {f"{of}_text": _text(getattr(found, of), tokenizer) for of in ("plain", "other")}
+    outcome = {name: getattr(verdict, name) for name in ("tokens", "identical", "passed")}
+    return outcome | counts | {"difference": found and asdict(found) | texts}
 
 
 def _difference(found: "Difference", tokenizer: Any) -> str:

@@ -53,17 +53,16 @@ def mib(nbytes: int) -> str:
 
 
 def _by_tensor(line: "Roofline") -> list[Row]:
-    rows = [HEADER, *(_row(group, line.draft is not None, line.lanes * line.rows) for group in line.target)]
+    rows = [_row(group, line.draft is not None, line.lanes * line.rows) for group in line.target]
     parameters, nbytes = sum(g.parameters for g in line.target), sum(g.nbytes for g in line.target)
     bits = f"{parameters:,} parameters at {8 * nbytes / parameters:.4f} bits"
-    return [*rows, ("target total", bits, "", "", "", f"{nbytes / 1e9:.3f}")]
+    return [HEADER, *rows, ("target total", bits, "", "", "", f"{nbytes / 1e9:.3f}")]
 
 
 def _drafter(line: "Roofline") -> list[Row]:
     total = sum(group.nbytes for group in line.drafter if group.reads)
-    rows = [HEADER, *map(_row, line.drafter)]
-    note = "no head of its own: it runs the target's"
-    return [*rows, ("draft total", note, "", "", "", f"{total / 1e9:.3f}")]
+    last = ("draft total", "no head of its own: it runs the target's", "", "", "", f"{total / 1e9:.3f}")
+    return [HEADER, *map(_row, line.drafter), last]
 
 
 def _row(group: Group, drafted: bool = False, rows: int = 1) -> Row:

@@ -14,6 +14,7 @@ from specmlx.kernels.dispatch import Chooser, metal_factory
 from specmlx.receipts.chips import chip_named
 from specmlx.receipts.machine import Bandwidth, Machine, known_bandwidth, measure_bandwidth, this_machine, versions
 from specmlx.receipts.parity import total, verdicts
+from specmlx.receipts.suites import suite
 
 PACKAGES = ("mlx", "mlx-lm", "transformers", "huggingface_hub", "safetensors", "numpy")
 _PROMPTS, _TOKENS = 2, 64
@@ -87,7 +88,7 @@ class Diagnosis:
             rows = int(peak / weights)
             found.append(
                 f"In 4 bits the ALUs keep up with the memory for about {rows} rows a pass (decoding the weights not "
-                "counted): a narrower --num-draft-tokens may be faster than all; in 8 bits there is twice the room."
+                "counted): fewer --num-draft-tokens may be faster than all; in 8 bits there are twice as many rows."
             )
         if self.hub_cache.models == 0:
             found.append("No model has been downloaded yet: the demo pair runs without one (specmlx generate).")
@@ -139,19 +140,13 @@ def _hub_cache() -> HubCache:
 
 
 def _demo() -> Demo:
-    from specmlx.demo.tasks import held_out_examples
-
     try:
         model, tokenizer = specmlx.load()
-        examples = held_out_examples(1)[:_PROMPTS]
-        prompts = [
-            tokenizer.apply_chat_template([{"role": "user", "content": example.question}], add_generation_prompt=True)
-            for example in examples
-        ]
-        drafter = model.draft_model
-        rows = verdicts(model, tokenizer, prompts, {"drafter": drafter}, _TOKENS, drafter.max_width)
-        found = [row["drafter"] for row in rows]
-    # Whatever is wrong with the machine is to be told, and a message may name a path.
+        messages = [[{"role": "user", "content": text}] for text in suite("demo")[:_PROMPTS]]
+        prompts = [tokenizer.apply_chat_template(each, add_generation_prompt=True) for each in messages]
+        drafters = {"drafter": model.draft_model}
+        found = [row["drafter"] for row in verdicts(model, tokenizer, prompts, drafters, _TOKENS)]
+    # Whatever is wrong with the machine is reported, and a message may name a path.
     except Exception as error:
         return Demo(_PROMPTS, 0, error=f"{type(error).__name__}: {_without_paths(str(error))}")
     sums = total(found)

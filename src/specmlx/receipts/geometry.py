@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig
+from specmlx.formats.checkpoint import read_config
 from specmlx.formats.sizes import FORMATS, quantized
+from specmlx.hub import download_config
+from specmlx.places import DEMO, resolve
 from specmlx.targets.config import FULL, LINEAR, HybridConfig
 
 KINDS = (DFLASH, DFLASH2, DSPARK)
@@ -89,9 +92,6 @@ def layers_of(config: HybridConfig) -> tuple[int, int]:
 
 
 def _config(name: str) -> dict[str, Any]:
-    from specmlx.formats.checkpoint import read_config
-    from specmlx.places import DEMO, resolve
-
     path = Path(name).expanduser()
     if path.suffix == ".json":
         if not path.is_file():
@@ -104,18 +104,6 @@ def _config(name: str) -> dict[str, Any]:
                 f"no geometry named {name}: there are {known}; or pass a config.json, a directory, a Hub id"
             )
         return read_config(resolve(name))
-    return read_config(_from_hub(name))
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, "config.json")).parent
-    except LocalEntryNotFoundError:
-        raise ValueError(
-            f"{name} is neither a directory nor in the local Hub cache, and the Hub can't be reached"
-        ) from None
-    except (HfHubHTTPError, ValueError, OSError) as error:
-        raise ValueError(f"can't get config.json of {name}: {' '.join(str(error).split())[:300]}") from None
+    if (config := download_config(name)) is None:
+        raise ValueError(f"can't get config.json of {name}: it has none, or the Hub can't be reached")
+    return config

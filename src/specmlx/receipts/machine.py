@@ -51,13 +51,18 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Asks mlx and the system; nothing in it names a user or a path."""
+    """What mlx and the system report; nothing in it names a user or a path."""
     info = mx.device_info()
     return Machine(
         system=f"{_system()} {platform.machine()}",
-        chip=str(_sysctl("machdep.cpu.brand_string") or info.get("device_name") or platform.processor() or "unknown"),
+        chip=str(
+            _output("sysctl", "-n", "machdep.cpu.brand_string")
+            or info.get("device_name")
+            or platform.processor()
+            or "unknown"
+        ),
         memory=_memory(),
-        gpu_cores=_gpu_cores(),
+        gpu_cores=gpu_cores_of(_output("ioreg", "-rc", "AGXAccelerator", "-d", "1") or ""),
         cores=os.cpu_count(),
         backend=backend(),
     )
@@ -147,7 +152,7 @@ def _kept() -> dict[str, float]:
 
 def _keep(key: str, rate: float) -> None:
     file = cache_file()
-    # Where it can't be kept, it is told all the same.
+    # The figure is reported even where it can't be kept.
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, [json.dumps(_kept() | {key: rate}).encode()])
@@ -168,22 +173,16 @@ def _memory() -> int | None:
         return None
 
 
-def _sysctl(name: str) -> str | None:
-    return _output("sysctl", "-n", name) if sys.platform == "darwin" else None
-
-
-def _gpu_cores() -> int | None:
-    text = _output("ioreg", "-rc", "AGXAccelerator", "-d", "1") if sys.platform == "darwin" else None
-    return gpu_cores_of(text or "")
-
-
 def gpu_cores_of(ioreg: str) -> int | None:
-    """The GPU cores that `ioreg -rc AGXAccelerator` tells of."""
+    """The GPU cores that `ioreg -rc AGXAccelerator` reports."""
     found = re.search(r'"gpu-core-count" = (\d+)', ioreg)
     return int(found[1]) if found else None
 
 
 def _output(*command: str) -> str | None:
+    """What a program of macOS prints; None elsewhere."""
+    if sys.platform != "darwin":
+        return None
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
