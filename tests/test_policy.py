@@ -283,6 +283,7 @@ def test_what_cannot_be_honoured_is_refused_in_one_line():
     for make, named in [
         (lambda: Policy(foreign, seed=7), "seed=7 .*make_sampler"),
         (lambda: Policy(sampler=0.7), "sampler must be callable, got 0.7"),
+        (lambda: Policy(processors=5), "logits_processors must be a list, got 5"),
         (lambda: Policy(processors=[None]), "logits_processors must be callable, got None"),
         (lambda: Policy(seed=True), "seed is True: it must be an integer"),
         (lambda: Policy().at(0).accept(mx.zeros((1, 2), mx.int32), None, logits), "1 rows for 2 tokens"),

@@ -14,7 +14,7 @@ A sampler or a logits processor that is not specmlx's is honoured row by row (fo
 
 import copy
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -55,7 +55,7 @@ class Policy:
 
         Raises ValueError for what can't be called, for a bad seed, and for a seed with a foreign sampler.
         """
-        if callable(processors):
+        if processors is not None and (callable(processors) or not isinstance(processors, Iterable)):
             raise ValueError(f"logits_processors must be a list, got {processors!r}: write [it]")
         self.sampler = Sampler() if sampler is None else sampler
         self.processors = tuple(processors or ())
