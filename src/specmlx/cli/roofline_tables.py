@@ -24,8 +24,8 @@ def lane_table(line: "Roofline", context: int) -> list[Row]:
     scaled = " + fp32 scale per token, head, K/V" if line.kv == "int8" else ""
     each = f"{token:,} B ({token / 1024:.4g} KiB) a token"
     conv = state.conv_layer_bytes / 1024
-    shape = f"{state.layers} × {state.heads} × {state.value_dim} × {state.key_dim} ({mib(state.recurrent_bytes)})"
-    inputs = f"conv inputs {state.layers} × {conv:.4g} KiB ({mib(state.conv_bytes)})"
+    shape = f"{' × '.join(map(str, state.shape))} ({mib(state.recurrent_bytes)})"
+    inputs = f"conv inputs {state.shape[0]} × {conv:.4g} KiB ({mib(state.conv_bytes)})"
     rows = [
         ("each lane", "", "bytes", "", "GB"),
         (f"KV cache, {line.kv}{scaled}", each, "", f"at {tokens(context)}", f"{token * context / 1e9:.2f}"),

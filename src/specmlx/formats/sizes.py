@@ -70,14 +70,15 @@ FORMATS = {
 def affine(bits: int, group: int = 64, dtype_bytes: int = 2) -> Format:
     """mlx's affine format: a scale and a bias a group, each in the weights' own dtype."""
     if bits not in BITS or group not in GROUPS:
-        raise ValueError(f"affine-{bits}-{group}: bits are one of {_listed(BITS)}, groups one of {_listed(GROUPS)}")
+        bits_of, groups = (", ".join(map(str, values)) for values in (BITS, GROUPS))
+        raise ValueError(f"affine-{bits}-{group}: bits are one of {bits_of}, groups one of {groups}")
     return Format(f"affine-{bits}-{group}", bits, group, 2 * dtype_bytes)
 
 
 def format_named(name: str, others: Sequence[str] = ()) -> Format:
     """The format of a name: one of FORMATS, or affine-BITS or affine-BITS-GROUP. Raises ValueError, one line.
 
-    others: names that the caller knows besides, which the error is to tell.
+    others: further names that the caller knows, for the error.
     """
     if name in FORMATS:
         return FORMATS[name]
@@ -88,14 +89,10 @@ def format_named(name: str, others: Sequence[str] = ()) -> Format:
 
 
 def quantized(mode: str, bits: int, group: int) -> Format:
-    """The format of an entry of mlx's `quantization` settings. Raises ValueError for a mode that mlx has not."""
+    """The format of an entry of mlx's `quantization` settings. Raises ValueError for a mode that mlx does not have."""
     if mode == "affine":
         return affine(bits, group)
     name = {"nvfp4": "mlx-nvfp4"}.get(mode, mode)
     if name not in ("mlx-nvfp4", "mxfp4", "mxfp8"):
         raise ValueError(f"unknown quantization mode {mode!r}: mlx has affine, mxfp4, mxfp8 and nvfp4")
     return FORMATS[name]
-
-
-def _listed(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))

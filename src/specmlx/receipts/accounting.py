@@ -12,22 +12,9 @@ from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.proposal import Drafter
+from specmlx.receipts import tensors
 from specmlx.receipts.machine import Bandwidth, known_bandwidth
-from specmlx.receipts.tensors import (
-    CONTEXT,
-    DRAFTER,
-    EMBEDDING,
-    EXPERTS,
-    GATES,
-    HEAD,
-    HEADS,
-    KEYS,
-    LAYERS,
-    MARKOV,
-    TARGET,
-    Rule,
-    rule_of,
-)
+from specmlx.receipts.tensors import Rule, rule_of
 from specmlx.speculation.stats import Stats
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.config import FULL
@@ -35,7 +22,7 @@ from specmlx.targets.hybrid import Model
 
 
 @dataclass(frozen=True)
-class Moved:
+class GroupTraffic:
     """One group of arrays: their bytes, and how often a generation read (or wrote) them."""
 
     label: str
@@ -48,14 +35,14 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Account:
+class Traffic:
     """What decoding moved, prefill apart: a floor, since every weight counts once a pass, and activations nothing.
 
     Args:
         left_out: what the models' kinds do not let us count.
     """
 
-    moved: tuple[Moved, ...]
+    moved: tuple[GroupTraffic, ...]
     rounds: int
     tokens: int
     seconds: float
@@ -95,7 +82,7 @@ def account(
     drafter: Drafter | None = None,
     bandwidth: Bandwidth | None = None,
     kv_format: KVFormat | None = None,
-) -> Account:
+) -> Traffic:
     """Turn a generation's counts into bytes moved by decoding, by groups of tensors.
 
     For a generation that had the model to itself: lanes of a batch share the weights that each of them counts.
@@ -120,7 +107,7 @@ def account(
         moved += _drafter(model, drafter, stats)
         if not isinstance(drafter, BlockDrafter | MTP | NGram):
             left_out.append("what the drafter reads")
-    return Account(
+    return Traffic(
         moved=tuple(group for group in moved if group.total),
         rounds=stats.rounds,
         tokens=stats.generation_tokens,
@@ -138,43 +125,43 @@ def grouped(module: Any, rules: Sequence[Rule]) -> dict[str, int]:
     return found
 
 
-def _target(model: Any, stats: Stats) -> Iterator[Moved]:
-    nbytes = grouped(model, TARGET)
+def _target(model: Any, stats: Stats) -> Iterator[GroupTraffic]:
+    nbytes = grouped(model, tensors.TARGET)
     # A tied embedding is the head; else single rows of it are gathered.
-    head = nbytes.pop(HEAD) or nbytes[EMBEDDING]
-    nbytes.pop(EMBEDDING)
+    head = nbytes.pop(tensors.HEAD) or nbytes[tensors.EMBEDDING]
+    nbytes.pop(tensors.EMBEDDING)
     for label, size in nbytes.items():
         chosen = 1.0
-        if label == EXPERTS and size:
+        if label == tensors.EXPERTS and size:
             chosen = min(1.0, stats.rows / stats.rounds * model.config.num_experts_per_tok / model.config.num_experts)
-        yield Moved(label, size, stats.rounds * chosen)
-    yield Moved(HEAD, head, stats.rounds)
+        yield GroupTraffic(label, size, stats.rounds * chosen)
+    yield GroupTraffic(tensors.HEAD, head, stats.rounds)
 
 
-def _states(model: Model, stats: Stats, kv_format: KVFormat | None) -> Iterator[Moved]:
+def _states(model: Model, stats: Stats, kv_format: KVFormat | None) -> Iterator[GroupTraffic]:
     config = model.config
     recurrent = [layer for layer in model.new_states().layers if layer is not None]
-    yield Moved("GDN state, read and written", sum(layer.nbytes for layer in recurrent), 2 * stats.rounds)
+    yield GroupTraffic("GDN state, read and written", sum(layer.nbytes for layer in recurrent), 2 * stats.rounds)
     row = mx.zeros((1, 1, 1, config.head_dim), dtype=recurrent[0].conv.dtype)
     # From its start on all rows are in the format; most passes decide.
     late = kv_format is not None and stats.context >= kv_format.start * stats.rounds
     parts = kv_format.quantized(row) if late else (row,)
     token = 2 * config.layer_types.count(FULL) * model.kv_heads * sum(x.nbytes for x in parts)
-    yield Moved("keys and values", token, stats.context + 2 * stats.rows)
+    yield GroupTraffic("keys and values", token, stats.context + 2 * stats.rows)
 
 
-def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
+def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[GroupTraffic]:
     passes, slots = stats.draft_passes, stats.proposed
     own_head = None
     if isinstance(drafter, MTP):
         # One layer, run once a slot.
-        times = {CONTEXT: slots + passes, KEYS: slots + passes, LAYERS: slots}
+        times = {tensors.CONTEXT: slots + passes, tensors.KEYS: slots + passes, tensors.LAYERS: slots}
         heads, window, dtype = slots, (None,), drafter.model.norm.weight.dtype
     elif isinstance(drafter, BlockDrafter):
-        times = {CONTEXT: passes, KEYS: 2 * passes, LAYERS: passes, GATES: slots}
+        times = {tensors.CONTEXT: passes, tensors.KEYS: 2 * passes, tensors.LAYERS: passes, tensors.GATES: slots}
         # Of the best tokens' rows only, W2 is gathered.
         whole = isinstance(drafter, DSpark) and drafter.markov_top_k is None
-        times[MARKOV] = slots if whole else 0
+        times[tensors.MARKOV] = slots if whole else 0
         heads, dtype = passes, drafter.model.dtype
         window = tuple(drafter.draft_window if rows is None else rows for rows in drafter.config.windows)
         if drafter.shortlist is not None or drafter.config.own_head or drafter.config.own_embedding:
@@ -182,15 +169,15 @@ def _drafter(model: Any, drafter: Drafter, stats: Stats) -> Iterator[Moved]:
     else:
         return
     if own_head is not None:
-        yield Moved(HEADS, sum(x.nbytes for _, x in tree_flatten(own_head.parameters())), heads)
+        yield GroupTraffic(tensors.HEADS, sum(x.nbytes for _, x in tree_flatten(own_head.parameters())), heads)
     else:
-        target = grouped(model, TARGET)
-        yield Moved("LM head, for the drafter", target[HEAD] or target[EMBEDDING], heads)
-    nbytes = grouped(drafter.model, DRAFTER)
+        target = grouped(model, tensors.TARGET)
+        yield GroupTraffic("LM head, for the drafter", target[tensors.HEAD] or target[tensors.EMBEDDING], heads)
+    nbytes = grouped(drafter.model, tensors.DRAFTER)
     for label, count in times.items():
-        yield Moved(label, nbytes[label], count)
+        yield GroupTraffic(label, nbytes[label], count)
     # Rows that a draft pass looks back at: all, or a window's.
     config, before = drafter.model.config, stats.context / stats.rounds
     seen = sum(before if rows is None else min(before, rows) for rows in window)
     row = 2 * config.num_key_value_heads * config.head_dim * dtype.size
-    yield Moved("drafter's keys and values", row, seen * heads)
+    yield GroupTraffic("drafter's keys and values", row, seen * heads)

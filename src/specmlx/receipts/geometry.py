@@ -11,7 +11,7 @@ from specmlx.formats.checkpoint import read_config
 from specmlx.formats.sizes import FORMATS, quantized
 from specmlx.hub import download_config
 from specmlx.places import DEMO, resolve
-from specmlx.targets.config import FULL, LINEAR, HybridConfig
+from specmlx.targets.config import HybridConfig
 
 KINDS = (DFLASH, DFLASH2, DSPARK)
 
@@ -84,11 +84,6 @@ def stored_format(config: dict[str, Any]) -> str:
     if short not in FORMATS:
         raise ValueError(f"config.json's dtype is {dtype!r}: pass --weights")
     return short
-
-
-def layers_of(config: HybridConfig) -> tuple[int, int]:
-    """How many layers are Gated DeltaNet and how many full attention."""
-    return config.layer_types.count(LINEAR), config.layer_types.count(FULL)
 
 
 def _config(name: str) -> dict[str, Any]:

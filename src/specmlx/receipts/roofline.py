@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from specmlx.drafters.config import DrafterConfig
 from specmlx.formats.sizes import format_named
 from specmlx.receipts.chips import Chip
-from specmlx.receipts.geometry import layers_of
 from specmlx.receipts.tensors import Group, Scheme, draft_groups, target_groups
-from specmlx.targets.config import HybridConfig
+from specmlx.targets.config import FULL, LINEAR, HybridConfig
 
 INT8 = "int8"
 # Splash, the engine of the first article, packs GDN input rows and conv inputs to these multiples.
@@ -17,22 +17,22 @@ SPLASH_ROWS, SPLASH_PAGE = 256, 16384
 
 @dataclass(frozen=True)
 class State:
-    """What a lane's conversation keeps beside its keys and values: a Gated DeltaNet state a layer."""
+    """What a lane's conversation keeps beside its keys and values: a Gated DeltaNet state a layer.
 
-    layers: int
-    heads: int
-    value_dim: int
-    key_dim: int
+    shape: of S in all layers, `[layers, heads, Dv, Dk]` float32.
+    """
+
+    shape: tuple[int, int, int, int]
     conv_layer_bytes: int
 
     @property
     def recurrent_bytes(self) -> int:
-        """S, float32, of all layers."""
-        return self.layers * self.heads * self.value_dim * self.key_dim * 4
+        """S of all layers."""
+        return 4 * prod(self.shape)
 
     @property
     def conv_bytes(self) -> int:
-        return self.layers * self.conv_layer_bytes
+        return self.shape[0] * self.conv_layer_bytes
 
     @property
     def nbytes(self) -> int:
@@ -108,24 +108,18 @@ class Roofline:
 
     @property
     def state(self) -> State:
-        config = self.config
-        channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim
-        channels += config.linear_num_value_heads * config.linear_value_head_dim
-        conv = (config.linear_conv_kernel_dim - 1) * channels * 2
-        return State(
-            layers_of(config)[0],
-            config.linear_num_value_heads,
-            config.linear_value_head_dim,
-            config.linear_key_head_dim,
-            -(-conv // SPLASH_PAGE) * SPLASH_PAGE if self.splash else conv,
-        )
+        config, page = self.config, SPLASH_PAGE if self.splash else 1
+        layers, heads = config.layer_types.count(LINEAR), config.linear_num_value_heads
+        shape = layers, heads, config.linear_value_head_dim, config.linear_key_head_dim
+        channels = 2 * config.linear_num_key_heads * shape[3] + heads * shape[2]
+        return State(shape, -(-(config.linear_conv_kernel_dim - 1) * channels * 2 // page) * page)
 
     @property
     def kv_token_bytes(self) -> int:
         """Keys and values of one token, all layers."""
         D = self.config.head_dim
         row = D + 4 if self.kv == INT8 else format_named(self.kv).nbytes((D,))
-        return layers_of(self.config)[1] * 2 * self.config.num_key_value_heads * row
+        return self.config.layer_types.count(FULL) * 2 * self.config.num_key_value_heads * row
 
     def target_bytes(self, drafting: bool = True) -> int:
         """Weights that a pass over the target reads, with the proposal's rows or with one a lane."""

@@ -1,6 +1,7 @@
 """A generation token by token: how each came, what each round did, what was moved; kept as JSON."""
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -96,14 +97,12 @@ class Trace:
         A slot is judged where those before it were accepted. A round that was cut before its own token says nothing of
         the slots that it did not deliver.
         """
-        judged: dict[int, list[int]] = {}
+        judged, accepted = Counter[int](), Counter[int]()
         for each in self.rounds:
-            seen = each.accepted + (not each.cut)
-            for slot in range(min(seen, each.proposed)):
-                counts = judged.setdefault(slot, [0, 0])
-                counts[0] += 1
-                counts[1] += slot < each.accepted
-        return [(judged[slot][0], judged[slot][1]) for slot in sorted(judged)]
+            seen = min(each.accepted + (not each.cut), each.proposed)
+            judged.update(range(seen))
+            accepted.update(range(min(seen, each.accepted)))
+        return [(judged[slot], accepted[slot]) for slot in sorted(judged)]
 
     def as_object(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
@@ -115,7 +114,7 @@ _KINDS_OF |= {"prompt_tokens": int, "machine": dict, "versions": dict}
 
 
 class Recorder:
-    """Listens to a stream of `GenerationResponse`s and makes a trace of them."""
+    """Reads a stream of `GenerationResponse`s and makes a trace of them."""
 
     def __init__(self) -> None:
         self.tokens: list[TracedToken] = []
@@ -140,7 +139,7 @@ class Recorder:
         self._last = response
 
     def trace(self, model: str, drafter: str | None, prompt: str, account: Any = None) -> Trace:
-        """The trace of what was added; raises ValueError if that is nothing. `account` is an `accounting.Account`."""
+        """The trace of what was added; raises ValueError if that is nothing. `account` is an `accounting.Traffic`."""
         from specmlx.receipts.machine import this_machine
 
         if self._last is None:
@@ -164,7 +163,7 @@ class Recorder:
 
 
 def account_object(account: Any) -> dict[str, Any]:
-    """An `accounting.Account` as JSON: groups by bytes of a round, then the sums."""
+    """An `accounting.Traffic` as JSON: groups by bytes of a round, then the sums."""
     rounds = max(account.rounds, 1)
     groups = sorted(account.moved, key=lambda group: -group.total)
     bandwidth = account.bandwidth
