@@ -127,7 +127,7 @@ def test_two_passes_of_any_length_have_the_bits_of_single_rows_whatever_was_fold
             assert all(same(y[b, t], ys[n + t][b]) for t in range(T)), (T, n)
 
 
-def test_a_prefill_on_the_kernel_has_the_bits_of_its_passes_of_at_most_16_rows():
+def test_a_prefill_on_the_kernel_has_the_bits_of_its_passes_of_at_most_16_rows(monkeypatch):
     S, T = state(), 37
     passed = rows(T, dtype=mx.bfloat16)
     launches = len(SIMULATOR.reports)
@@ -141,6 +141,12 @@ def test_a_prefill_on_the_kernel_has_the_bits_of_its_passes_of_at_most_16_rows()
         one = fold(one, tape, 1)
         singles.append(y_t)
     assert same(y, mx.concatenate(singles, axis=1)) and same(after, one)
+    # Where mlx's operator is right it runs prompts, unless they have to be consistent with steps.
+    monkeypatch.setattr(dispatch, "kernel", lambda name, *_, **__: FACTORY if name == "gated_delta" else None)
+    launches = len(SIMULATOR.reports)
+    mx.eval(gated_delta.prefill(S, *passed), gated_delta.prefill(S, *passed, gradient=True, consistent=True))
+    assert len(SIMULATOR.reports) == launches
+    assert same(gated_delta.prefill(S, *passed, consistent=True)[0], y)
 
 
 def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations(monkeypatch):

@@ -140,6 +140,7 @@ def test_consistent_gives_the_plain_text_and_the_default_choice_parts_at_a_margi
 def test_consistent_holds_mlx_to_one_number_of_rows_where_there_is_no_kernel(tmp_path, on_kernels):
     model = rig.tiny(dtype=mx.bfloat16, **LAYERS, **(rig.EXPERTS | {"moe_intermediate_size": 64}))
     on_kernels(model, msl.Simulator(), chooser(tmp_path, consistent=True))
+    assert model.layers[0].linear_attn.consistent
     kinds = {type(module) for _, module in model.named_modules()}
     assert {CHOSEN[nn.Linear], CHOSEN[SwitchLinear]} <= kinds and not {nn.Linear, SwitchLinear} & kinds
     head, shapes = model.language_model.lm_head, []
@@ -157,6 +158,7 @@ def test_consistent_holds_mlx_to_one_number_of_rows_where_there_is_no_kernel(tmp
     with pytest.raises(ValueError, match="attention has no kernel for heads like this model's"):
         on_kernels(small, msl.Simulator(), chooser(tmp_path, consistent=True))
     on_kernels(small, msl.Simulator(), chooser(tmp_path))
+    assert not small.layers[0].linear_attn.consistent
     assert run_by_mlx(small, mx.bfloat16) == ["attention", "dense products"]
 
 

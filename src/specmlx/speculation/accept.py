@@ -37,17 +37,6 @@ def accept_match(tokens: mx.array, target_tokens: mx.array) -> Outcome:
     return Outcome(*accept.match(tokens, target_tokens))
 
 
-def accept_best(tokens: mx.array, scores: mx.array, noise: mx.array | None = None) -> Outcome:
-    """`accept_match` where the target's token of a row is the best one, by a kernel where there is one.
-
-    Args:
-        tokens: proposal, [B, γ] int.
-        scores: of every token in every row, [B, γ + 1, V].
-        noise: added to the scores, [B, γ + 1, V] float32, or None.
-    """
-    return Outcome(*accept.match_best(tokens, scores, noise))
-
-
 def accept_rejection(
     tokens: mx.array, q: mx.array | None, p: mx.array, u: mx.array, residual_noise: mx.array
 ) -> Outcome:

@@ -22,9 +22,10 @@ from typing import Any, ClassVar
 import mlx.core as mx
 
 from specmlx.drafters.proposal import Draws, among
+from specmlx.kernels.accept import match_best
 from specmlx.kernels.draft_head import top_k
 from specmlx.speculation import foreign
-from specmlx.speculation.accept import PROCESSED, TARGETS, Outcome, accept_best, accept_rejection
+from specmlx.speculation.accept import PROCESSED, TARGETS, Outcome, accept_rejection
 from specmlx.speculation.noise import Noise
 from specmlx.speculation.processors import Processor, Tokens
 from specmlx.speculation.sampling import Sampler
@@ -245,7 +246,7 @@ class RoundPolicy:
         total = mx.logsumexp(logits, axis=-1, keepdims=True)
         logprobs, faults = logits - total, ~mx.isfinite(total[..., 0])
         if policy.rule != "rejection":
-            outcome = accept_best(tokens, *policy.scores(logprobs, indices))
+            outcome = Outcome(*match_best(tokens, *policy.scores(logprobs, indices)))
             return self._with_faults(outcome, given, faults), logprobs
         p = mx.exp(policy.log_probs(logprobs, indices))
         u = policy.noise.uniform("accept", indices[:, :-1])
