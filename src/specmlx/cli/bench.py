@@ -77,9 +77,10 @@ def bench(
         from specmlx.receipts.plot import plot_speeds
 
         plot_speeds(rows, plot, f"{report['model']['name']} on {report['machine']['chip']}")
-    slow = [] if floor is None else _below(report, floor)
-    for name, ratio in slow:
-        note(f"{name}: {ratio:.3f} times plain decoding end to end, less than {floor:g}")
+    auto = {name: row.end_to_end_ratio for name, found in rows.items() for row in found if row.mode == "auto"}
+    slow = [] if floor is None else [name for name, ratio in auto.items() if ratio and not ratio.median >= floor]
+    for name in slow:
+        note(f"{name}: {auto[name].median:.3f} times plain decoding end to end, less than {floor:g}")
     if slow or report["differing"]:
         sys.exit(1)
 
@@ -109,16 +110,9 @@ def _run(target, model, tokenizer, template, texts, runs, max_tokens) -> tuple[d
     with click.progressbar(length=answers_in_all, label="answers", file=sys.stderr) as bar:
         for name, prompts in texts.items():
             ids = [template.ids(tokenizer, text) for text in prompts]
-            measured[name] = measure(
-                model,
-                tokenizer,
-                model.draft_model,
-                ids,
-                runs=runs,
-                max_tokens=max_tokens,
-                progress=lambda: bar.update(1),
-                on_proposal=instead.get(name),
-            )
+            turns = dict(runs=runs, max_tokens=max_tokens, progress=lambda: bar.update(1))
+            pair = model, tokenizer, model.draft_model
+            measured[name] = measure(*pair, ids, on_proposal=instead.get(name), **turns)
             if name != WRONG:
                 everything += measured[name]
     rows = {name: table(found) for name, found in measured.items()}
@@ -152,12 +146,3 @@ def _environment(target, model, max_tokens: int, runs: int) -> dict[str, Any]:
         "runs": runs,
         "peak_memory_gb": mx.get_peak_memory() / 1e9,
     }
-
-
-def _below(report: dict[str, Any], floor: float) -> list[tuple[str, float]]:
-    found = []
-    for name, rows in report["suites"].items():
-        ratio = next(row["end_to_end_ratio"] for row in rows if row["mode"] == "auto")
-        if ratio is not None and not ratio["median"] >= floor:
-            found.append((name, ratio["median"]))
-    return found

@@ -172,13 +172,7 @@ def _reference(
     from specmlx.receipts.parity import decode_mlx_lm
 
     with status(f"decoding {len(ids)} prompts with mlx-lm"):
-        decoded = decode_mlx_lm(
-            resolve(target.model),
-            ids,
-            max_tokens,
-            tokenizer.eos_token_ids,
-            sampling.processor_settings(),
-            target.adapter_path,
-            dtype=target.dtype,
-        )
-        return {MLX_LM: list(decoded)}
+        path, stops, processors = resolve(target.model), tokenizer.eos_token_ids, sampling.processor_settings()
+        return {
+            MLX_LM: [*decode_mlx_lm(path, ids, max_tokens, stops, processors, target.adapter_path, dtype=target.dtype)]
+        }
