@@ -29,7 +29,7 @@ from specmlx.training.dataset import Row
 from specmlx.training.drafter import DraftLoss, LossFunction, sample_anchors
 from specmlx.training.loop import Schedule, train
 from specmlx.training.mtp import mtp_loss
-from specmlx.training.run import Run, Settings, begun
+from specmlx.training.run import TRAINING, Run, Settings
 
 HERE = Path(specmlx.demo.__file__).parent
 SEED = 20261130
@@ -199,7 +199,7 @@ def train_drafter(kind: str, out: Path, work: Path, steps: int) -> BlockDrafter:
     init = str(out / "dflash") if kind == DFLASH2 else None
     settings = Settings(DRAFTER_CONFIGS[kind], steps, init=init, learning_rate=4e-3, max_tokens=96, max_length=192)
     folder = work / kind
-    run = Run(target, tokenizer, rows, settings, folder, resume=begun(folder))
+    run = Run(target, tokenizer, rows, settings, folder, resume=(folder / TRAINING).exists())
     for record in run.steps():
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)

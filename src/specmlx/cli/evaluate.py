@@ -48,11 +48,9 @@ def evaluate(
     \b
     specmlx evaluate --model my-fine-tune --draft-model my-drafter --data prompts.jsonl --held-out
     """
-    sampling.check()
     if draft_model == "none":
         raise click.UsageError("--draft-model none leaves nothing to measure: name a drafter.")
-    if sampling.temp > 0 and sampling.seed is None:
-        raise click.UsageError("--temp needs --seed: without one, two decodings draw different tokens.")
+    sampling.check(repeatable=True)
     from specmlx.receipts.chips import chip_named
     from specmlx.training.dataset import find_rows
 

@@ -110,14 +110,12 @@ def parity(
 def _check(
     target: options.ModelFlags, sampling: SamplingFlags, draft_model: tuple[str, ...], reference: str | None
 ) -> None:
-    sampling.check()
     target.check(*draft_model)
     if "none" in draft_model:
         raise click.UsageError("--draft-model none leaves nothing to compare: name a drafter.")
     if reference and sampling.temp > 0:
         raise click.UsageError("--reference compares greedy decoding only: leave --temp out.")
-    if sampling.temp > 0 and sampling.seed is None:
-        raise click.UsageError("--temp needs --seed: without one, two decodings draw different tokens.")
+    sampling.check(repeatable=True)
 
 
 def _texts(model: str, prompt: tuple[str, ...], file: Path | None) -> list[str]:

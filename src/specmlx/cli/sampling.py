@@ -65,7 +65,12 @@ class SamplingFlags:
 
         return make_logits_processors(**self.processor_settings())
 
-    def check(self) -> None:
-        """Raise ValueError for bad values: to be called before a model is loaded."""
+    def check(self, repeatable: bool = False) -> None:
+        """Raise ValueError for bad values: to be called before a model is loaded.
+
+        repeatable: UsageError, too, where two decodings would draw different tokens.
+        """
+        if repeatable and self.temp > 0 and self.seed is None:
+            raise click.UsageError("--temp needs --seed: without one, two decodings draw different tokens.")
         self.sampler()
         self.processors()

@@ -4,29 +4,16 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 
-from specmlx.formats.atomic import write_atomically
 from specmlx.formats.config import shown
 from specmlx.formats.header import MOST, Entry, read_header, read_json
 
-DTYPES = {
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.int64: "I64",
-    mx.int32: "I32",
-    mx.int16: "I16",
-    mx.int8: "I8",
-    mx.uint64: "U64",
-    mx.uint32: "U32",
-    mx.uint16: "U16",
-    mx.uint8: "U8",
-    mx.bool_: "BOOL",
-}
+DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.bool_: "BOOL"}
+DTYPES |= {getattr(mx, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)}
+DTYPES |= {getattr(mx, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)}
 
 # Bytes of a config.json.
 MOST_CONFIG = 1 << 24
@@ -152,17 +139,6 @@ def _no_files(path: Path) -> str:
     if others:
         return f"{path} has no *.safetensors but {others[0]}, which specmlx doesn't read: save it with safetensors"
     return f"no *.safetensors in {path}: the download may be incomplete"
-
-
-def save_atomically(
-    path: Path,
-    arrays: dict[str, mx.array],
-    metadata: dict[str, str],
-    private: bool = False,
-    system: ModuleType = os,
-) -> None:
-    """Write a safetensors file so that a crash leaves the old one or the new one (see `write_atomically`)."""
-    write_atomically(path, safetensors(arrays, metadata), private, system)
 
 
 def header_bytes(header: dict[str, Any]) -> bytes:

@@ -7,7 +7,8 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from specmlx.formats.checkpoint import DTYPES, header_bytes, safetensors, save_atomically
+from specmlx.formats.atomic import write_atomically
+from specmlx.formats.checkpoint import DTYPES, header_bytes, safetensors
 from specmlx.formats.header import entries, header_text, metadata, parsed, regular_size
 
 _CHUNK = 1 << 23
@@ -24,7 +25,8 @@ def save_sealed(
     digest = hashlib.blake2b(digest_size=16)
     for part in safetensors(arrays, metadata):
         digest.update(part)
-    save_atomically(path, arrays, metadata | {"checksum": digest.hexdigest()}, private=True, system=system)
+    parts = safetensors(arrays, metadata | {"checksum": digest.hexdigest()})
+    write_atomically(path, parts, private=True, system=system)
 
 
 def format_of(path: Path) -> str | None:

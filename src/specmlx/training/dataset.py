@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,17 +79,9 @@ def _parsed_call(call: Any) -> Any:
 def read_rows(path: str | Path) -> list[Row]:
     """All rows of a JSONL file, each question once. Raises ValueError, naming the line, for what can't be used."""
     rows: dict[str, Row] = {}
-    for key, row in _rows(Path(path)):
-        rows.setdefault(key, row)
-    if not rows:
-        raise ValueError(f"{path} holds no rows: give lines of JSON with {_FORMS}")
-    return list(rows.values())
-
-
-def _rows(path: Path) -> Iterator[tuple[str, Row]]:
     try:
         # Not splitlines(): JSON's strings may hold other separators of lines as they are.
-        lines = path.read_text(encoding="utf-8-sig").rstrip().split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").rstrip().split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"can't read {path}: {error}") from None
     for number, line in enumerate(lines, 1):
@@ -98,11 +89,12 @@ def _rows(path: Path) -> Iterator[tuple[str, Row]]:
             raise ValueError(f"{path}, line {number} is empty: give lines of JSON with {_FORMS}")
         try:
             row = replace(_row(json.loads(line)), where=f"{path}, line {number}")
-            yield row.key, row
+            rows.setdefault(row.key, row)
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: no JSON ({error.msg})") from None
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
+    return list(rows.values())
 
 
 def _row(fields: Any) -> Row:

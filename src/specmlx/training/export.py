@@ -12,7 +12,7 @@ from specmlx.drafters.packaging import SCALES
 from specmlx.drafters.vocabulary import logits_of
 from specmlx.drafters.written import deepspec_config, speculators_config, zlab_config
 from specmlx.formats.atomic import write_atomically
-from specmlx.formats.checkpoint import read_config, save_atomically
+from specmlx.formats.checkpoint import read_config, safetensors
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 
@@ -61,7 +61,7 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     weights = {name: x.astype(mx.bfloat16) for name, x in weights.items()}
     # "pt": transformers refuses files that don't say so or "mlx".
-    save_atomically(out / "model.safetensors", weights, {"format": "pt"})
+    write_atomically(out / "model.safetensors", safetensors(weights, {"format": "pt"}))
     write_atomically(out / "config.json", [(json.dumps(config, indent=2) + "\n").encode()])
 
 

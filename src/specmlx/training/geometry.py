@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig, default_taps
+from specmlx.drafters.packaging import ARCHITECTURES, HEADS
 from specmlx.drafters.written import zlab_config
 from specmlx.targets.any_lm import LMConfig
 from specmlx.targets.config import HybridConfig
 
 KINDS = (DFLASH, DFLASH2, DSPARK)
-ARCHITECTURES = {DFLASH: "DFlashDraftModel", DFLASH2: "DFlash2DraftModel", DSPARK: "Qwen3DSparkModel"}
 
 
 def drafter_config(
@@ -42,7 +42,7 @@ def drafter_config(
         raise ValueError(f"tap {bad[0]} can't be used: the target's layers are 0 to {depth - 1}, the last is no tap")
     hidden = target.hidden_size
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[kind]],
+        "architectures": ["Qwen3DSparkModel" if kind == DSPARK else ARCHITECTURES[kind]],
         "model_type": "qwen3",
         "hidden_size": hidden,
         "intermediate_size": target.intermediate_size or 3 * hidden,
@@ -59,16 +59,8 @@ def drafter_config(
     }
     named = {"target_layer_ids": list(taps), "mask_token_id": mask_token_id}
     if kind == DSPARK:
-        return (
-            config
-            | named
-            | {
-                "markov_rank": min(256, max(16, hidden // 4)),
-                "markov_head_type": "vanilla",
-                "enable_confidence_head": True,
-                "confidence_head_with_markov": True,
-            }
-        )
+        heads = zip(HEADS, (min(256, max(16, hidden // 4)), "vanilla", True, True), strict=True)
+        return config | named | dict(heads)
     if kind == DFLASH2:
         named |= _selector(hidden)
     return config | {"dflash_config": named}

@@ -13,7 +13,7 @@ import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from specmlx.formats.atomic import write_atomically
-from specmlx.formats.checkpoint import save_atomically
+from specmlx.formats.checkpoint import safetensors
 
 Batch = tuple[mx.array, ...]
 CHECKPOINT, LOG = "checkpoint.safetensors", "log.jsonl"
@@ -109,7 +109,7 @@ def save_checkpoint(path: Path, step: int, model: nn.Module, optimizer: optim.Op
     arrays = {f"model.{k}": v for k, v in tree_flatten(model.trainable_parameters())}
     arrays |= {f"optimizer.{k}": v for k, v in tree_flatten(optimizer.state)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_atomically(path, arrays, {"step": str(step)})
+    write_atomically(path, safetensors(arrays, {"step": str(step)}))
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:

@@ -19,7 +19,7 @@ from specmlx.drafters.checkpoint import build, load_drafter
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig
 from specmlx.drafters.pairing import check_pair
 from specmlx.formats.atomic import write_atomically
-from specmlx.formats.checkpoint import TRAINING, save_atomically
+from specmlx.formats.checkpoint import TRAINING, safetensors
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 from specmlx.training.answers import Answers
@@ -122,7 +122,7 @@ class Run:
         verifier: the target's name, for exports that name it.
         """
         weights = dict(tree_flatten(self.drafter.model.parameters()))
-        save_atomically(self.out / "model.safetensors", weights, {"format": "mlx"})
+        write_atomically(self.out / "model.safetensors", safetensors(weights, {"format": "mlx"}))
         for name, text in {"config.json": json.dumps(self.settings.config, indent=2) + "\n", **files}.items():
             _replace(self.out / name, text)
         for packaging in self.exports:
@@ -231,11 +231,6 @@ class Run:
 
     def _write(self, settings: Settings) -> None:
         _replace(self.folder / SETTINGS, json.dumps(asdict(settings), indent=2) + "\n")
-
-
-def begun(out: Path) -> bool:
-    """Whether a folder holds a training to go on with."""
-    return (out / FOLDER / SETTINGS).exists()
 
 
 def check_room(out: Path, parameters: int, usage: Callable[[Path], Any] = shutil.disk_usage) -> None:
