@@ -68,7 +68,7 @@ class Batch:
         states, anchor, policy = self._start(num_draft_tokens, after)
         proposal = self._propose(anchor, num_draft_tokens, policy)
         # Clipped so that a bad id can't read foreign memory before it is refused.
-        drafts = mx.clip(proposal.tokens, 0, self.target.vocab_size - 1)
+        drafts = mx.clip(proposal.tokens, 0, self.vocab_size - 1)
         rows = mx.concatenate([anchor[:, None], drafts], axis=1)
         verified = self.target.verify(states, rows, self.drafter.tap_ids if self.drafter else ())
         if self.timer:
@@ -99,7 +99,7 @@ class Batch:
         timer: waits for each step of a round. decide: makes integers the same in all processes that run the target.
         Raises ValueError for a number outside 0..drafter.max_width.
         """
-        self.target, self.drafter = target, drafter
+        self.target, self.drafter, self.vocab_size = target, drafter, target.vocab_size
         self.timer, self.decide, self.on_proposal = timer, decide, on_proposal
         self._widths_of = widths_of(num_draft_tokens, drafter.max_width if drafter else 0)
         self.lookahead = lookahead
@@ -240,7 +240,7 @@ class Batch:
         self.held.states.evaluate(round.report)
         now = time.perf_counter()
         lengths = [len(sequence.conversation.processed) for sequence in self.sequences]
-        found = round.deliveries(self.target.vocab_size, lengths)
+        found = round.deliveries(self.vocab_size, lengths)
         kept = [
             each.accepted for i, each in enumerate(found) if not (self.sequences[i].over or i in round.failures)
         ] or [0]

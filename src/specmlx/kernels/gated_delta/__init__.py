@@ -19,19 +19,21 @@ def advance(S: mx.array, tape: Tape | None, count: int | mx.array, *rows: mx.arr
 
     rows: q, k, v, g and beta; shapes are those of `reference.steps`. `count` is an int, or int32 `[B]` on the device.
     """
-    factory = _factory(S, rows[1])
+    (_, Hv, Dv, Dk), k = S.shape, rows[1]
+    factory = kernel("gated_delta", k.dtype, k.shape[2], Hv, Dk, Dv)
     if factory is None:
         base = S if tape is None else reference.fold(S, tape, count)
         y, _, new = reference.steps(base, *rows)
         return base, y, new
     if tape is None:
-        tape, count = metal.no_tape(rows[1], rows[2], rows[3]), 0
+        tape, count = metal.no_tape(k, *rows[2:4]), 0
     return metal.advance(S, tape, _per_lane(count, S.shape[0]), *rows, factory)
 
 
 def fold(S: mx.array, tape: Tape, count: int | mx.array) -> mx.array:
     """S with the first `count` rows of the tape in it, with the bits that `advance` gives it."""
-    factory = _factory(S, tape.k)
+    _, Hv, Dv, Dk = S.shape
+    factory = kernel("gated_delta", tape.k.dtype, tape.k.shape[2], Hv, Dk, Dv)
     if factory is None:
         return reference.fold(S, tape, count)
     return metal.fold(S, tape, _per_lane(count, S.shape[0]), factory)
@@ -60,11 +62,6 @@ def prefill(
 def kernel(operator: str, dtype: mx.Dtype, Hk: int, Hv: int, Dk: int, Dv: int) -> Callable | None:
     """What makes the kernels for heads of these numbers and sizes, or None where mlx's operations run."""
     return dispatch.kernel(operator, dtype, Hk=Hk, Hv=Hv, Dk=Dk, Dv=Dv) if metal.supports(Dk, Dv) else None
-
-
-def _factory(S: mx.array, k: mx.array) -> Callable | None:
-    _, Hv, Dv, Dk = S.shape
-    return kernel("gated_delta", k.dtype, k.shape[2], Hv, Dk, Dv)
 
 
 def _per_lane(count: int | mx.array, B: int) -> mx.array:
