@@ -4,7 +4,7 @@ import mlx.core as mx
 from scripted import Context, right_with
 
 from specmlx import PromptCache
-from specmlx.boundaries import turns
+from specmlx.chat_turns import turns
 from specmlx.drafters.proposal import Proposal
 from specmlx.generation import stream_generate
 from specmlx.prompt_cache import make_prompt_cache

@@ -15,7 +15,7 @@ from specmlx.speculation.policy import Policy
 from specmlx.speculation.prefill import prefill
 from specmlx.speculation.stats import Stats
 from specmlx.state.conversation import Conversation
-from specmlx.state.kv import reserve, write
+from specmlx.state.kv import KV, reserve, write
 from specmlx.state.layers import LayerStates, Pass
 
 V = 64
@@ -74,8 +74,8 @@ class TableTarget:
     def _run(self, states: LayerStates, rows: mx.array, tap_ids: Ids[int]) -> Pass:
         T = rows.shape[1]
         origin = states.origin(T)
-        ids = rows[:, None, :, None]
-        kv = write(reserve(states.layers[0], origin.length, ids, ids), ids, ids, origin.start)
+        ids = KV(rows[:, None, :, None], rows[:, None, :, None])
+        kv = write(reserve(states.layers[0], origin.length, ids), ids, origin.start)
         places = mx.arange(origin.length) + 1
         positions = mx.broadcast_to(mx.array(origin.start).reshape(-1, 1) + mx.arange(T), rows.shape)
         sums = mx.cumsum(kv.keys[:, 0, : origin.length, 0] * places, axis=1)

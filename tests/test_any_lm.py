@@ -38,8 +38,8 @@ from specmlx.speculation.policy import Policy
 from specmlx.speculation.stats import Stats
 from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
-from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
+from specmlx.targets.from_mlx_lm import as_target
 from specmlx.targets.hybrid import Model
 
 SIZES = dict(

@@ -197,7 +197,7 @@ def test_long_conversations_are_proposed_for_as_from_scratch_in_bounded_memory(c
         assert context.position.tolist() == [start + seen]
         for group in context.groups:
             if group.window:
-                assert group.bound <= limit
+                assert group.max_length <= limit
                 assert all(kv.capacity <= limit + 256 for kv in group.kvs.values())
     assert seen > 2 * SLACK
 
@@ -238,9 +238,9 @@ def test_a_lane_that_takes_no_rows_keeps_its_window_while_old_rows_are_dropped(c
     for i in range(0, 30, 5):
         observe(drafter, context, rows[:, i : i + 5])
     while drops < 2:
-        bound = context.groups[0].bound
+        max_length = context.groups[0].max_length
         observe(drafter, context, features(8), anchors(0))
-        drops += context.groups[0].bound < bound
+        drops += context.groups[0].max_length < max_length
     assert close(drafter.block_hidden(context, anchors(5)), from_scratch(drafter, rows, anchors(5)))
 
 
@@ -277,10 +277,10 @@ def test_what_the_host_learns_of_unread_counts_shortens_the_buffers_that_are_rea
     context = drafter.new_context()
     for i in range(8):
         observe(drafter, context, rows[:, i : i + 8], anchors(1))
-        assert context.groups[0].bound == i + 8
+        assert context.groups[0].max_length == i + 8
         before = drafter.block_hidden(context, anchors(5))
         context.settle(1)
-        assert context.groups[0].bound == i + 1
+        assert context.groups[0].max_length == i + 1
     assert close(drafter.block_hidden(context, anchors(5)), before)
     assert close(before, from_scratch(drafter, rows[:, :8], anchors(5)))
 

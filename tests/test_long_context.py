@@ -305,7 +305,7 @@ def test_rows_before_the_draft_window_are_not_seen_whether_they_are_still_there_
     for at in range(0, 45, 15):
         drafter.observe(many, rows[:, :15], features[:, at : at + 15], 15)
     drafter.observe(few, rows[:, :20], features[:, 25:], 20)
-    assert max(group.bound for group in many.groups) == 45 and drafter.window == 20
+    assert max(group.max_length for group in many.groups) == 45 and drafter.window == 20
     shown = []
     for context in (many, few):
         policy = Greedy()

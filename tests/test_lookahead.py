@@ -77,14 +77,14 @@ def left(demo, kind, leaving: Leaving, ids: list[int], lookahead: bool):
     observe(conversation, by)
     groups = [] if by is None else conversation.draft.context.groups
     contexts = [x for group in groups for x in rows_of(group)]
-    assert all(group.bound == group.length.item() for group in groups)
+    assert all(group.max_length == group.length.item() for group in groups)
     return given, conversation.tokens, stats, leaves(conversation.states), contexts
 
 
 def rows_of(group) -> list[mx.array]:
     length = group.length.item()
     # Where several were together, no more is known than how many rows each pass let in at most.
-    assert group.bound >= length
+    assert group.max_length >= length
     return [group.base, group.length, *(x[:, :, :length] for kv in group.kvs.values() for x in kv)]
 
 
@@ -291,9 +291,9 @@ class Wide(TableTarget):
     def _run(self, states, rows, tap_ids):
         T, origin = rows.shape[1], states.origin(rows.shape[1])
         wide = mx.broadcast_to(rows[:, None, :, None], (1, 1, T, 2048))
-        kv = write(reserve(states.layers[0], origin.length, wide, wide), wide, wide, origin.start)
+        kv = write(reserve(states.layers[0], origin.length, KV(wide, wide)), KV(wide, wide), origin.start)
         ids = LayerStates([KV(kv.keys[..., :1], kv.values[..., :1])])
-        ids.start, ids.count, ids.bound = origin.start, 0, origin.length - T
+        ids.start, ids.count, ids.max_length = origin.start, 0, origin.length - T
         return super()._run(ids, rows, tap_ids)._replace(layers=[kv])
 
 

@@ -176,7 +176,7 @@ def test_rows_that_were_shown_ahead_and_do_not_stay_are_forgotten(stay):
     shown(drafter, context, 9, [5, 6, 7, 8])
     for count in (5, stay):
         context.settle(count)
-    assert (context.bound, context.length.item()) == (7 + stay, 7 + stay)
+    assert (context.max_length, context.length.item()) == (7 + stay, 7 + stay)
     alone = observed(drafter, ids[:, : 7 + stay])
     assert mx.allclose(shown(drafter, context, 3, [1, 2]), shown(drafter, alone, 3, [1, 2]), atol=2e-5).item()
 

@@ -9,7 +9,7 @@ from scripted import ScriptedDrafter, right_with
 import specmlx
 from specmlx import PromptCache
 from specmlx.generation import stream_generate
-from specmlx.state.prefix import spans
+from specmlx.state.prefix import prefill_chunks
 from specmlx.targets.any_lm import AnyLM
 
 
@@ -44,11 +44,11 @@ def test_thoughts_between_tool_calls_are_not_counted_on(fp32, chatting):
 
 
 def test_a_prefill_shows_the_drafter_what_it_will_still_see():
-    assert [*spans(0, 10_000, [], None)] == [(10_000, True)]
-    assert [*spans(0, 10_000, [], 100)] == [(9900, False), (10_000, True)]
-    assert [*spans(100, 10_000, [4096], 100)] == [(3996, False), (4096, True), (9900, False), (10_000, True)]
-    assert [*spans(0, 150, [64, 128], 4096)] == [(64, True), (128, True), (150, True)]
-    assert [*spans(70, 70, [64], 9)] == []
+    assert [*prefill_chunks(0, 10_000, [], None)] == [(10_000, True)]
+    assert [*prefill_chunks(0, 10_000, [], 100)] == [(9900, False), (10_000, True)]
+    assert [*prefill_chunks(100, 10_000, [4096], 100)] == [(3996, False), (4096, True), (9900, False), (10_000, True)]
+    assert [*prefill_chunks(0, 150, [64, 128], 4096)] == [(64, True), (128, True), (150, True)]
+    assert [*prefill_chunks(70, 70, [64], 9)] == []
 
 
 @pytest.mark.linux_bits

@@ -99,7 +99,7 @@ def test_a_file_that_is_not_as_written_is_refused_in_one_line(model, tokenizer, 
     cases = [(whole[:n], "bad") for n in (0, 5, 100, len(whole) // 2, len(whole) - 1)]
     cases += [(whole[: len(whole) // 3] + b"\x55\xaa" + whole[len(whole) // 3 + 2 :], "checksum")]
     cases += [(whole.replace(b'\\"class\\": 1', b'\\"class\\": 0'), "checksum")]
-    cases += [(whole.replace(b"specmlx-prompts-2", b"specmlx-prompts-0"), "specmlx-prompts-0")]
+    cases += [(whole.replace(b"specmlx-prompts-3", b"specmlx-prompts-0"), "specmlx-prompts-0")]
     cases += [(b"no tensors in here", "bad"), (talk, "no specmlx-prompts")]
     for data, word in cases:
         bad.write_bytes(data)
@@ -108,7 +108,7 @@ def test_a_file_that_is_not_as_written_is_refused_in_one_line(model, tokenizer, 
         assert "\n" not in str(raised.value) and str(bad) in str(raised.value)
         assert cache.snapshots() == before
     # Of the last version: its states are not those of a cold run any more.
-    bad.write_bytes(whole.replace(b"specmlx-prompts-2", b"specmlx-prompts-1"))
+    bad.write_bytes(whole.replace(b"specmlx-prompts-3", b"specmlx-prompts-1"))
     with pytest.warns(UserWarning, match=f"{bad} is of an older specmlx: its prompts are run again") as warned:
         assert cache.load(bad) == {}
     assert len(warned) == 1 and cache.snapshots() == before

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specmlx.boundaries import Turns, turns
+from specmlx.chat_turns import Turns, turns
 from specmlx.draft_options import choose_drafter, choose_width
 from specmlx.drafters.proposal import Drafter
 from specmlx.loading import AUTO
@@ -24,8 +24,8 @@ from specmlx.speculation.stops import StopStrings
 from specmlx.speculation.width import FULL, AutoWidth
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
-from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
+from specmlx.targets.from_mlx_lm import as_target
 from specmlx.threads import clear_streams_at_end
 from specmlx.values import check
 

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specmlx.boundaries import turns
+from specmlx.chat_turns import turns
 from specmlx.distributed import agreed
 from specmlx.draft_options import choose_drafter, choose_width, warn_if_idle
 from specmlx.drafters.proposal import Drafter
@@ -26,7 +26,7 @@ from specmlx.prompt_cache import (
 )
 from specmlx.prompts import encode_prompt, wrapped_tokenizer
 from specmlx.responses import GenerationResponse, Reply, summary
-from specmlx.reuse import Reuse, reusing
+from specmlx.reuse import Reuse
 from specmlx.speculation import loop
 from specmlx.speculation.policy import Policy, plain_sampler
 from specmlx.speculation.round import OnProposal
@@ -37,7 +37,7 @@ from specmlx.speculation.width import AutoWidth
 from specmlx.state.conversation import Conversation
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.state.store import PromptCache
-from specmlx.targets.adopt import as_target
+from specmlx.targets.from_mlx_lm import as_target
 from specmlx.threads import clear_streams_at_end
 from specmlx.values import check
 
@@ -224,7 +224,10 @@ class Generation:
             sequence = loop.Sequence(
                 conversation, self.policy, self.ids[:cached], self.stop_tokens, self.max_tokens, self.stats
             )
-            options = dict(progress=self.progress) if reuse is None else reuse.options(self.progress)
+            options = dict(progress=self.progress)
+            if reuse is not None:
+                options["checkpoints"] = reuse.checkpoints
+                options["progress"] = self.progress and reuse.counted(self.progress)
             tokens = loop.generate_tokens(batch, sequence, self.ids[cached:], self.prefill_step_size, **options)
             if self.stream is not None:
                 tokens = _on_stream(tokens, self.stream)
@@ -267,9 +270,7 @@ class Generation:
         if isinstance(prompt_cache, PromptCache):
             tokens_left(context_limit(model, self.max_kv_size), len(ids))
             check_memory(model, len(ids), self.kv_format)
-            reuse = stack.enter_context(
-                reusing(prompt_cache, model, turns(self.tokenizer), self.drafter, ids, self.kv_format)
-            )
+            reuse = Reuse(stack, prompt_cache, model, turns(self.tokenizer), self.drafter, ids, self.kv_format)
             prompt_cache = reuse.conversation
         conversation = open_cache(model, prompt_cache, self.kv_format)
         limit = context_limit(model, self.max_kv_size, conversation.max_kv_size)

@@ -30,10 +30,10 @@ from specmlx.kernels.chosen import choose_kernels as choose_layers
 from specmlx.kernels.chosen import mixed, run_by_mlx
 from specmlx.kernels.dispatch import Chooser, on_metal, to_stderr
 from specmlx.places import AUTO, DEMO, MTP, NGRAM, check_drafter_name, resolve
-from specmlx.targets.adopt import as_target
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import check_target
+from specmlx.targets.from_mlx_lm import as_target
 from specmlx.targets.gguf_tokenizer import tokenizer_files
 from specmlx.targets.hybrid import Model
 

@@ -1,29 +1,31 @@
 """`prompt_cache=`: one conversation of ours, or a stock mlx-lm cache list that stands for one while it is in use."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm
 
 from specmlx.formats.header import entries, header_text, regular_size
 from specmlx.formats.sealed import format_of
 from specmlx.limits import context_limit
 from specmlx.state import checks
-from specmlx.state import conversation as conversations
 from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
+from specmlx.state.files import load_conversation, save_conversation
 from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.hybrid import Model
 
 
+@dataclass
 class InUse:
     """Stands in a stock cache list for a layer while a generator holds the list's conversation."""
 
-    def __init__(self, model: Model | AnyLM, conversation: Conversation, cache: Any):
-        self.model = model
-        self.conversation = conversation
-        self.cache = cache
+    model: Model | AnyLM
+    conversation: Conversation
+    cache: Any
 
 
 def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> Any:
@@ -32,9 +34,7 @@ def make_prompt_cache(model: Any, max_kv_size: int | None = None) -> Any:
     max_kv_size: the most tokens that it may hold. Raises ValueError for one that the model was not made for.
     """
     if not isinstance(model, (Model, AnyLM)):
-        from mlx_lm.models.cache import make_prompt_cache as stock_prompt_cache
-
-        return stock_prompt_cache(model, max_kv_size)
+        return mlx_lm.make_prompt_cache(model, max_kv_size)
     context_limit(model, max_kv_size)
     conversation = Conversation(model.new_states())
     conversation.max_kv_size = max_kv_size
@@ -53,11 +53,9 @@ def save_prompt_cache(file_name: str, cache: Any, metadata: dict[str, str] | Non
     if isinstance(cache, Conversation):
         if isinstance(cache.states, CacheStates):
             raise ValueError("only a hybrid's conversation can be saved: use mlx_lm's list of caches as prompt_cache")
-        conversations.save(file_name, cache, metadata)
+        save_conversation(file_name, cache, metadata)
         return
-    from mlx_lm.models.cache import save_prompt_cache as save_stock
-
-    save_stock(file_name, cache, metadata or {})
+    mlx_lm.save_prompt_cache(file_name, cache, metadata or {})
 
 
 def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
@@ -69,15 +67,13 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
         raise ValueError(f"no such prompt cache: {file_name}")
     regular_size(Path(file_name))
     if (format_of(Path(file_name)) or "").startswith("specmlx-"):
-        cache, metadata = conversations.load(file_name)
+        cache, metadata = load_conversation(file_name)
         return (cache, metadata) if return_metadata else cache
-    from mlx_lm.models.cache import load_prompt_cache as load_stock
-
     try:
         entries(*header_text(Path(file_name)))
-        caches, metadata = load_stock(str(file_name), return_metadata=True)
+        caches, metadata = mlx_lm.load_prompt_cache(str(file_name), return_metadata=True)
         # Without metadata mlx-lm gives an empty text.
-        metadata = checks.texts(metadata or {}, "metadata")
+        metadata = checks.texts(metadata or {})
         for layer, cache in enumerate(caches):
             _check_stock(layer, cache)
     # A file's parts may be of any type.
@@ -88,26 +84,24 @@ def load_prompt_cache(file_name: str, return_metadata: bool = False) -> Any:
 
 def _check_stock(layer: int, cache: Any) -> None:
     """Raise ValueError for a cache of mlx-lm's, read from a file, that its class can't have made."""
-    from mlx_lm.models import cache as stock
-
     kind, what = type(cache), f"layer {layer}, a {type(cache).__name__},"
-    if kind is stock.CacheList:
+    if kind is mlx_lm.CacheList:
         for part in cache.caches:
             _check_stock(layer, part)
-    elif kind is stock.ArraysCache:
+    elif kind is mlx_lm.ArraysCache:
         if any(x is not None and not isinstance(x, mx.array) for x in cache.cache):
             raise ValueError(f"{what} holds something else than arrays")
-    elif kind in (stock.KVCache, stock.QuantizedKVCache, stock.RotatingKVCache, stock.ChunkedKVCache):
+    elif kind in (mlx_lm.KVCache, mlx_lm.QuantizedKVCache, mlx_lm.RotatingKVCache, mlx_lm.ChunkedKVCache):
         if cache.keys is None and cache.values is None:
             return
-        quantized = kind is stock.QuantizedKVCache
+        quantized = kind is mlx_lm.QuantizedKVCache
         arrays = [*cache.keys, *cache.values] if quantized else [cache.keys, cache.values]
         if any(not isinstance(x, mx.array) or x.ndim != 4 or x.shape[:3] != arrays[0].shape[:3] for x in arrays):
             raise ValueError(f"{what} holds no keys and values of the same rows")
         numbers = ("_idx", "max_size", "keep", "group_size", "bits", "chunk_size", "start_position")
         for name in ("offset", *(name for name in numbers if vars(cache).get(name) is not None)):
-            checks.natural(getattr(cache, name), f"layer {layer}'s {name}")
-        in_place = kind in (stock.KVCache, stock.QuantizedKVCache)
+            checks.natural(vars(cache), name)
+        in_place = kind in (mlx_lm.KVCache, mlx_lm.QuantizedKVCache)
         if (cache.offset if in_place else vars(cache).get("_idx", 0)) > arrays[0].shape[2]:
             raise ValueError(f"{what} has {arrays[0].shape[2]} rows, fewer than it says")
     else:
@@ -116,17 +110,13 @@ def _check_stock(layer: int, cache: Any) -> None:
 
 def can_trim_prompt_cache(cache: Any) -> bool:
     """Whether tokens can be taken off the end: of mlx-lm's lists that no generator holds, if mlx-lm says so."""
-    from mlx_lm.models.cache import can_trim_prompt_cache as can_trim
-
     held = isinstance(cache, list) and cache and isinstance(cache[0], InUse)
-    return isinstance(cache, list) and not held and can_trim(cache)
+    return isinstance(cache, list) and not held and mlx_lm.can_trim_prompt_cache(cache)
 
 
 def trim_prompt_cache(cache: Any, num_tokens: int) -> int:
     """Take tokens off the end of the cache, where it can be trimmed; how many were, as in mlx-lm."""
-    from mlx_lm.models.cache import trim_prompt_cache as trim
-
-    return trim(cache, num_tokens) if can_trim_prompt_cache(cache) else 0
+    return mlx_lm.trim_prompt_cache(cache, num_tokens) if can_trim_prompt_cache(cache) else 0
 
 
 def open_cache(model: Model | AnyLM, prompt_cache: Any, kv_format: KVFormat | None = None) -> Conversation:
@@ -153,7 +143,8 @@ def open_cache(model: Model | AnyLM, prompt_cache: Any, kv_format: KVFormat | No
             states.keep_in(kv_format)
         # One that nobody has gone on with may come from a file.
         if isinstance(model, Model) and prompt_cache.owned_by(0):
-            _check(model, prompt_cache)
+            layers = [dict(enumerate(states.layers))] if states.length else []
+            model.check_states(prompt_cache.tokens, layers, states.kv_format)
         return prompt_cache
     if not isinstance(prompt_cache, list):
         raise TypeError(f"prompt_cache is a {type(prompt_cache).__name__}: pass make_prompt_cache(model)")
@@ -164,15 +155,6 @@ def open_cache(model: Model | AnyLM, prompt_cache: Any, kv_format: KVFormat | No
     conversation = Conversation(states, [-1] * states.length)
     prompt_cache[:] = [InUse(model, conversation, cache) for cache in prompt_cache]
     return conversation
-
-
-def _check(model: Model, conversation: Conversation) -> None:
-    """Raise ValueError where what a conversation holds, from a file perhaps, can't be the model's."""
-    states = conversation.states
-    checks.check_tokens(conversation.tokens, model.vocab_size)
-    if states.length:
-        layers, heads = dict(enumerate(states.layers)), (model.kv_heads, model.config.head_dim)
-        checks.check_fit(layers, model.new_states().layers, heads, states.kv_format)
 
 
 def close_cache(model: Model | AnyLM, prompt_cache: Any, conversation: Conversation, owner: int) -> None:

@@ -1,15 +1,17 @@
 """One request's dealings with a `PromptCache`: what it begins with, and where it leaves snapshots."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
-from specmlx.boundaries import Turns, keeps, stable
+from specmlx.chat_turns import Turns, keeps, stable
 from specmlx.drafters.proposal import Drafter, Fingerprinted, Packable
 from specmlx.speculation.drafting import observe
+from specmlx.speculation.prefill import Checkpoints
 from specmlx.state import checks
 from specmlx.state.conversation import Conversation, Draft
 from specmlx.state.prefix import Snapshot, restore, take
@@ -23,28 +25,30 @@ _FEW = 64
 
 
 class Reuse:
-    """The conversation that a request goes on with; its first `length` rows come from the cache.
-
-    `marks` are the row counts at which the prefill of the rest leaves snapshots, with their classes.
-    """
+    """The conversation that a request goes on with; its first `length` rows come from the cache."""
 
     def __init__(
         self,
+        stack: ExitStack,
         cache: PromptCache,
         model: Model | AnyLM,
         turns: Turns,
         drafter: Drafter | None,
         ids: Sequence[int],
-        snapshot: Snapshot | None,
-        namespace: str,
         kv_format: KVFormat | None = None,
     ):
+        """For a prompt of `ids`; what it begins with is pinned until the `stack` is closed.
+
+        turns: what the chat template does to them.
+        Snapshots serve the same model with keys and values kept in the same format.
+        """
+        if kv_format is not None and isinstance(model, AnyLM):
+            raise ValueError("kv_bits can't be had for this model's conversations: only for a hybrid's")
         self.cache = cache
         self.model = model
-        self.namespace = namespace
+        self.namespace = model.fingerprint + (f" {kv_format.name}" if kv_format else "")
         self.ids = ids
-        self.snapshot = snapshot
-        self._begun_with = snapshot
+        self.snapshot = self._begun_with = snapshot = stack.enter_context(cache.find(self.namespace, ids))
         self._drafter = drafter if isinstance(drafter, Fingerprinted) else None
         empty = model.new_states() if kv_format is None else model.new_states(1, kv_format)
         if snapshot is not None and snapshot.from_file:
@@ -52,9 +56,11 @@ class Reuse:
         self.conversation = Conversation(empty) if snapshot is None else restore(snapshot, empty, len(ids) + _FEW)
         self.length = len(self.conversation.processed)
         if snapshot is not None and self._drafter is not None:
-            self._draft(snapshot.drafts.get(self._drafter.fingerprint))
+            context, packed = self._drafter.new_context(), snapshot.drafts.get(self._drafter.fingerprint)
+            if packed is not None and isinstance(context, Packable):
+                context.unpack(packed)
+                self.conversation.draft = Draft(self._drafter, context, self.length)
         self._turns = turns
-        self.marks = self._marks()
 
     def _checked(self, snapshot: Snapshot, empty: Any) -> Snapshot:
         """A file's snapshot, without a drafter's context that can't be one's. Raises ValueError for another model's."""
@@ -62,10 +68,8 @@ class Reuse:
         if not isinstance(model, Model):
             raise ValueError("the prompt cache's file holds a hybrid's prompts, which this model can't go on from")
         try:
-            checks.check_tokens(snapshot.ids, model.vocab_size)
-            for piece in snapshot.piece.chain():
-                layers = {**piece.kvs, **snapshot.recurrent}
-                checks.check_fit(layers, empty.layers, (model.kv_heads, model.config.head_dim), empty.kv_format)
+            parts = (piece.kvs | snapshot.recurrent for piece in snapshot.piece.chain())
+            model.check_states(snapshot.ids, parts, empty.kv_format)
         except ValueError as error:
             raise ValueError(f"the prompt cache's file does not fit its model: {error}; delete the file") from None
         known = {}
@@ -77,18 +81,9 @@ class Reuse:
                 known[name] = packed
         return replace(snapshot, drafts=known)
 
-    def options(self, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
-        """What `generate_tokens` needs to know; `progress` counts the whole prompt."""
-        whole = len(self.ids)
-
-        def counted(done: int, total: int) -> None:
-            progress(self.length + done, whole)
-
-        return {
-            "marks": self.marks,
-            "at_mark": self._at_mark,
-            "progress": counted if progress else None,
-        }
+    def counted(self, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """A callback for the rest of the prompt by which `progress` counts the whole."""
+        return lambda done, _: progress(self.length + done, len(self.ids))
 
     def answered(self, answer: str) -> None:
         """The request is over: keep the state after the answer where the next prompt will hold it."""
@@ -106,23 +101,24 @@ class Reuse:
         if begun is not None and ended is not None and ended.length > begun.length:
             self.cache.demote(self.namespace, begun)
 
-    def _marks(self) -> dict[int, int]:
-        """Row counts up to one token before the prompt's end, none soon behind the rows that are in or another one."""
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Where the prefill of the rest leaves snapshots, with what takes them.
+
+        Row counts up to one token before the prompt's end, none soon behind the rows that are in or another one.
+        """
         most = len(self.ids) - 1
         every = self.cache.checkpoint_every
         turns = [min(place, most) for place in stable(self.ids, self._turns)]
         # Too near to the end to save much: the turn's own snapshot is there.
-        marks = dict.fromkeys(range(every, max(turns) - every // 2, every), CHECKPOINT)
+        places = dict.fromkeys(range(every, max(turns) - every // 2, every), CHECKPOINT)
         junction = self.cache.common(self.namespace, self.ids)
-        marks |= dict.fromkeys([*turns, junction], TURN)
+        places |= dict.fromkeys([*turns, junction], TURN)
         kept, last = {}, self.length
-        for at in sorted(marks):
+        for at in sorted(places):
             if at >= last + _FEW:
-                kept[at], last = marks[at], at
+                kept[at], last = partial(self._put, kind=places[at]), at
         return kept
-
-    def _at_mark(self, conversation: Conversation) -> None:
-        self._put(conversation, self.marks[conversation.states.length])
 
     def _put(self, conversation: Conversation, kind: int) -> None:
         name, packed = None, None
@@ -132,30 +128,3 @@ class Reuse:
                 name, packed = self._drafter.fingerprint, draft.context.pack()
         before = None if self.snapshot is None else self.snapshot.piece
         self.snapshot = self.cache.put(self.namespace, take(conversation, before, name, packed), kind)
-
-    def _draft(self, packed: dict | None) -> None:
-        context = self._drafter.new_context()
-        if packed is not None and isinstance(context, Packable):
-            context.unpack(packed)
-            self.conversation.draft = Draft(self._drafter, context, self.length)
-
-
-@contextmanager
-def reusing(
-    cache: PromptCache,
-    model: Model | AnyLM,
-    turns: Turns,
-    drafter: Drafter | None,
-    ids: Sequence[int],
-    kv_format: KVFormat | None = None,
-) -> Iterator[Reuse]:
-    """A request's use of the cache, for a prompt of `ids`; what it begins with is pinned while the context lasts.
-
-    turns: what the chat template does to them.
-    Snapshots serve the same model with keys and values kept in the same format.
-    """
-    if kv_format is not None and isinstance(model, AnyLM):
-        raise ValueError("kv_bits can't be had for this model's conversations: only for a hybrid's")
-    namespace = model.fingerprint + (f" {kv_format.name}" if kv_format else "")
-    with cache.find(namespace, ids) as snapshot:
-        yield Reuse(cache, model, turns, drafter, ids, snapshot, namespace, kv_format)

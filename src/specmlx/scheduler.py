@@ -9,12 +9,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from specmlx.boundaries import Turns
+from specmlx.chat_turns import Turns
 from specmlx.drafters.proposal import Drafter
 from specmlx.limits import check_memory, context_limit, tokens_left, warn_if_full
 from specmlx.prompt_cache import open_cache
 from specmlx.responses import GenerationResponse, Reply
-from specmlx.reuse import Reuse, reusing
+from specmlx.reuse import Reuse
 from specmlx.speculation.lane_width import LaneWidths
 from specmlx.speculation.loop import Batch, Sequence, Token
 from specmlx.speculation.policy import Policy
@@ -190,24 +190,22 @@ class Scheduler:
         return True
 
     def _begin(self, job: Job) -> None:
-        options: dict[str, Any] = {}
         left = tokens_left(self.limit, len(job.ids))
         check_memory(self.model, len(job.ids), self.kv_format)
         if left is not None and not 0 < job.max_tokens <= left:
             job.max_tokens, job.limit = left, self.limit
         if self.prompt_cache is not None:
-            cache = reusing(self.prompt_cache, self.model, job.turns, self.drafter, job.ids, self.kv_format)
-            job.reuse = job.resources.enter_context(cache)
-            options = job.reuse.options(None)
+            prompts, turns = self.prompt_cache, job.turns
+            job.reuse = Reuse(job.resources, prompts, self.model, turns, self.drafter, job.ids, self.kv_format)
         job.conversation = open_cache(self.model, job.reuse and job.reuse.conversation, self.kv_format)
         cached = job.reuse.length if job.reuse else 0
         job.reply.cached_tokens = cached
         if not self.together:
             auto = isinstance(self.width, LaneWidths)
             job.stats.reason = ALONE_FULL if auto and self.drafter else ALONE
-        options.pop("progress", None)
+        checkpoints = job.reuse and job.reuse.checkpoints
         job.steps = prefill(
-            self.model, job.conversation, job.ids[cached:], self.drafter, self.prefill_step_size, **options
+            self.model, job.conversation, job.ids[cached:], self.drafter, self.prefill_step_size, checkpoints
         )
 
     def _take_in(self, job: Job) -> None:

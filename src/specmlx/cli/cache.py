@@ -20,10 +20,10 @@ def cache() -> None:
 @paths_argument
 def list_(paths: tuple[Path, ...]) -> None:
     """What is in the files PATHS, or in the files in directories PATHS: a line a snapshot, longest first."""
-    from specmlx.state.store import read
+    from specmlx.state.files import load_prompts
 
     for path in _files(paths):
-        held, metadata = read(path)
+        held, metadata = load_prompts(path)
         model = metadata.get("model", "a model without a name")
         say(f"{path}: {_count(held, 'snapshot')} of {model}, {path.stat().st_size / 1e6:.1f} MB")
         for namespace, snapshot, _ in sorted(held, key=lambda found: -found[1].length):
@@ -45,12 +45,12 @@ def clear(paths: tuple[Path, ...]) -> None:
 
 def _files(paths: tuple[Path, ...]) -> Iterator[Path]:
     """The files of prompts among the paths and in directories among them. Raises ValueError for another file."""
-    from specmlx.state.store import is_saved_cache
+    from specmlx.state.files import holds_prompts
 
     for path in paths:
         ours = [file for file in sorted(path.iterdir()) if file.is_file()] if path.is_dir() else [path]
         for file in ours:
-            if is_saved_cache(file):
+            if holds_prompts(file):
                 yield file
             elif not path.is_dir():
                 raise ValueError(f"{file} holds no prompts: it was not written by specmlx chat or PromptCache.save")

@@ -226,10 +226,10 @@ def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.Model
     if file is None:
         return target, None
     from specmlx.prompt_cache import load_prompt_cache
-    from specmlx.state.store import is_saved_cache, read
+    from specmlx.state.files import holds_prompts, load_prompts
 
-    if is_saved_cache(file):
-        cache, metadata = None, read(file)[1]
+    if holds_prompts(file):
+        cache, metadata = None, load_prompts(file)[1]
     else:
         cache, metadata = load_prompt_cache(file, return_metadata=True)
     return replace(target, model=_belongs_to(file, metadata.get("model") or target.model, target.model)), cache

@@ -11,7 +11,7 @@ from specmlx.drafters.context import SLACK, Context, Rows
 from specmlx.drafters.pairing import TargetSizes
 from specmlx.drafters.vocabulary import DraftVocabulary, logits_of
 from specmlx.formats.identity import fingerprint
-from specmlx.state.kv import reserve, write
+from specmlx.state.kv import KV, reserve, write
 
 # How many rows before the anchor the layers see that have no window of their own.
 DRAFT_WINDOW = 4096
@@ -93,15 +93,16 @@ class BlockDrafter:
     def _append(self, rows: Rows, projected: mx.array, count: int | mx.array) -> None:
         n = projected.shape[1]
         most = None if rows.keep is None else 2 * (rows.keep + self.config.block_size) + SLACK
-        if most and rows.bound and rows.bound + n > most:
+        if most and rows.max_length and rows.max_length + n > most:
             rows.drop(rows.keep)
-        rows.before = (rows.length, rows.bound)
+        rows.before = (rows.length, rows.max_length)
         positions = (rows.base + rows.length)[:, None] + mx.arange(n, dtype=mx.int32)
         for i in rows.layers:
             keys, values = self.model.layers[i].self_attn.keys_values(projected, positions)
-            rows.kvs[i] = write(reserve(rows.kvs[i], rows.bound + n, keys, values), keys, values, rows.length)
+            new = KV(keys, values)
+            rows.kvs[i] = write(reserve(rows.kvs[i], rows.max_length + n, new), new, rows.length)
         rows.length = rows.length + count
-        rows.bound += n
+        rows.max_length += n
 
     def block_embeddings(self, anchor: mx.array) -> mx.array:
         """Embeddings `[..., block, hidden]` of blocks that begin with the anchors `[...]`.
@@ -124,7 +125,7 @@ class BlockDrafter:
         joins: dict[int, Join] = {}
         masks: dict[int, mx.array] = {}
         for rows in context.groups:
-            length = rows.bound + R
+            length = rows.max_length + R
             keys = mx.arange(length, dtype=mx.int32)
             mask = keys < (rows.length + R)[:, None]
             if rows.keep is not None:
@@ -190,7 +191,8 @@ class BlockDrafter:
 
 def _scratch(rows: Rows, layer: int, length: int) -> Join:
     def join(keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        kv = write(reserve(rows.kvs[layer], length, keys, values), keys, values, rows.length)
+        new = KV(keys, values)
+        kv = write(reserve(rows.kvs[layer], length, new), new, rows.length)
         # Kept, so that nothing else refers to the old buffers and mlx writes in place.
         rows.kvs[layer] = kv
         return kv.keys[:, :, :length], kv.values[:, :, :length]

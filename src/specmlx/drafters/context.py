@@ -14,8 +14,8 @@ class Rows:
     """The rows of all layers that share a window.
 
     Row j of lane b's buffers stands at the absolute position base[b] + j; rows from length[b] on are stale,
-    finite, and masked. `bound` is what the host knows of the lengths: no lane has more rows. `before` are length and
-    bound as they were when the newest rows were appended. No block looks at more than the last `keep` rows.
+    finite, and masked. `max_length` is what the host knows of the lengths: no lane has more rows. `before` holds both
+    as they were when the newest rows were appended. No block looks at more than the last `keep` rows.
     """
 
     def __init__(self, layers: Sequence[int], window: int | None, batch: int, start: int, most: int | None = None):
@@ -25,26 +25,26 @@ class Rows:
         self.keep = min(keeps) if keeps else None
         self.base = mx.full((batch,), start, dtype=mx.int32)
         self.length = mx.zeros((batch,), dtype=mx.int32)
-        self.bound = 0
-        self.before = (self.length, self.bound)
+        self.max_length = 0
+        self.before = (self.length, self.max_length)
         self.kvs: dict[int, KV | None] = dict.fromkeys(layers)
 
     def advance(self, skip: int) -> None:
         """Forget all rows, and leave out the next `skip` as well: those after them fill the window."""
         self.base = self.base + self.length + skip
         self.length = mx.zeros_like(self.length)
-        self.bound = 0
+        self.max_length = 0
 
     def drop(self, keep: int) -> None:
         """Keep each lane's newest `keep` rows: the others lie before every window that is still to come."""
-        keep = min(keep, self.bound)
+        keep = min(keep, self.max_length)
         dropped = mx.maximum(self.length - keep, 0)
         rows = (dropped[:, None] + mx.arange(keep, dtype=mx.int32))[:, None, :, None]
         for i, kv in self.kvs.items():
             self.kvs[i] = KV(*(mx.take_along_axis(buffer, rows, axis=2) for buffer in kv))
         self.base = self.base + dropped
         self.length = self.length - dropped
-        self.bound = keep
+        self.max_length = keep
 
 
 class Context:
@@ -68,8 +68,8 @@ class Context:
         added = count if isinstance(count, int) else mx.array(count, dtype=mx.int32)
         most = count if isinstance(count, int) else max(count)
         for rows in self.groups:
-            length, bound = rows.before
-            rows.length, rows.bound = length + added, bound + most
+            length, max_length = rows.before
+            rows.length, rows.max_length = length + added, max_length + most
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate for the context to stand on its own, as after a prefill step."""
@@ -83,8 +83,8 @@ class Context:
         for rows, parts in zip(joined.groups, zip(*(c.groups for c in contexts), strict=True), strict=True):
             rows.base = mx.concatenate([part.base for part in parts])
             rows.length = mx.concatenate([part.length for part in parts])
-            rows.bound = max(part.bound for part in parts)
-            rows.before = (rows.length, rows.bound)
+            rows.max_length = max(part.max_length for part in parts)
+            rows.before = (rows.length, rows.max_length)
             for i in rows.layers:
                 rows.kvs[i] = merge([(part.kvs[i], len(part.base)) for part in parts])
         return joined
@@ -93,8 +93,8 @@ class Context:
         at = mx.array(indices, dtype=mx.int32)
         some = Context(self.windows, len(indices), most=self.most)
         for rows, mine in zip(some.groups, self.groups, strict=True):
-            rows.base, rows.length, rows.bound = mine.base[at], mine.length[at], mine.bound
-            rows.before = (rows.length, rows.bound)
+            rows.base, rows.length, rows.max_length = mine.base[at], mine.length[at], mine.max_length
+            rows.before = (rows.length, rows.max_length)
             rows.kvs = {i: None if kv is None else take(kv, at) for i, kv in mine.kvs.items()}
         return some
 
@@ -117,6 +117,6 @@ class Context:
         for rows in self.groups:
             key = str(rows.layers[0])
             rows.base, rows.length = packed[f"{key}.base"], packed[f"{key}.length"]
-            rows.bound = rows.length.item()
+            rows.max_length = rows.length.item()
             for i in rows.layers:
-                rows.kvs[i] = KV(packed[f"{i}.keys"], packed[f"{i}.values"]) if rows.bound else None
+                rows.kvs[i] = KV(packed[f"{i}.keys"], packed[f"{i}.values"]) if rows.max_length else None

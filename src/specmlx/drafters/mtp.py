@@ -62,20 +62,20 @@ class MTPContext:
         self.kv: KV | None = None
         self.hidden = mx.zeros((batch, width), dtype=dtype)
         self.length = mx.zeros((batch,), dtype=mx.int32)
-        self.bound = 0
-        # Of the last observation: length and bound before it, and the target's rows from the one before it on.
+        self.max_length = 0
+        # Of the last observation: length and max_length before it, and the target's rows from the one before it on.
         self.newest = (self.length, 0, self.hidden[:, None])
 
     def take(self, rows: mx.array) -> None:
         """Keep the target's rows `[B, n, D]` of an observation that begins."""
-        self.newest = (self.length, self.bound, mx.concatenate([self.hidden[:, None], rows], axis=1))
+        self.newest = (self.length, self.max_length, mx.concatenate([self.hidden[:, None], rows], axis=1))
 
     def end(self, count: int | mx.array, most: int) -> None:
         """The observation had `count` rows, no more than `most` in any lane."""
-        length, bound, hidden = self.newest
+        length, max_length, hidden = self.newest
         last = mx.broadcast_to(mx.array(count, dtype=mx.int32), (len(hidden),))[:, None, None]
         self.hidden = mx.take_along_axis(hidden, last, axis=1)[:, 0]
-        self.length, self.bound = length + count, bound + most
+        self.length, self.max_length = length + count, max_length + most
 
     def settle(self, count: int | Sequence[int]) -> None:
         """See `drafters.proposal.Context`."""
@@ -94,17 +94,19 @@ class MTPContext:
             merge([(context.kv, len(context.length)) for context in contexts]),
             mx.concatenate([context.hidden for context in contexts]),
             mx.concatenate([context.length for context in contexts]),
-            max(context.bound for context in contexts),
+            max(context.max_length for context in contexts),
         )
 
     def lanes(self, indices: Sequence[int]) -> "MTPContext":
         at = mx.array(indices, dtype=mx.int32)
-        return self._made(None if self.kv is None else take(self.kv, at), self.hidden[at], self.length[at], self.bound)
+        return self._made(
+            None if self.kv is None else take(self.kv, at), self.hidden[at], self.length[at], self.max_length
+        )
 
-    def _made(self, kv: KV | None, hidden: mx.array, length: mx.array, bound: int) -> "MTPContext":
+    def _made(self, kv: KV | None, hidden: mx.array, length: mx.array, max_length: int) -> "MTPContext":
         made = MTPContext(len(length), hidden.shape[1], hidden.dtype)
-        made.kv, made.hidden, made.length, made.bound = kv, hidden, length, bound
-        made.newest = (length, bound, hidden[:, None])
+        made.kv, made.hidden, made.length, made.max_length = kv, hidden, length, max_length
+        made.newest = (length, max_length, hidden[:, None])
         return made
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
@@ -118,8 +120,8 @@ class MTPContext:
 
     def unpack(self, packed: dict[str, mx.array]) -> None:
         self.length, self.hidden = packed["length"], packed["hidden"]
-        self.bound = self.length.item()
-        self.kv = KV(packed["keys"], packed["values"]) if self.bound else None
+        self.max_length = self.length.item()
+        self.kv = KV(packed["keys"], packed["values"]) if self.max_length else None
 
 
 class MTP:
@@ -168,8 +170,8 @@ class MTP:
         layer = self.model.layers[0]
         x = layer.input_layernorm(self.model.rows(self._embed(tokens), context.newest[2][:, :-1]))
         keys, values = layer.self_attn.keys_values(x, context.length)
-        kv = reserve(context.kv, context.bound + n, keys, values)
-        context.kv = write(kv, keys, values, context.length)
+        new = KV(keys, values)
+        context.kv = write(reserve(context.kv, context.max_length + n, new), new, context.length)
         context.end(count, n)
 
     def propose(self, context: MTPContext, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
@@ -177,11 +179,11 @@ class MTP:
         if not 0 <= width <= self.max_width:
             raise ValueError(f"width {width} is outside 0..{self.max_width}, this drafter's range")
         token = anchor.astype(mx.int32)[:, None]
-        if width == 0 or context.bound == 0:
+        if width == 0 or context.max_length == 0:
             return Proposal(mx.zeros((len(token), 0), dtype=mx.int32))
         hidden, layer, tokens, qs = context.hidden[:, None], self.model.layers[0], [], []
         for step in range(width):
-            slot, length = context.length + step, context.bound + step + 1
+            slot, length = context.length + step, context.max_length + step + 1
             slots = mx.arange(length, dtype=mx.int32)
             # A lane that has observed nothing sees its own slot only: what it proposes is a guess, but finite.
             seen = ((slots > 0) & (slots < slot[:, None])) | (slots == slot[:, None])

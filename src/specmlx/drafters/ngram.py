@@ -17,21 +17,21 @@ class NGramContext:
     def __init__(self, batch: int):
         self.tokens = mx.zeros((batch, 0), dtype=mx.int32)
         self.length = mx.zeros((batch,), dtype=mx.int32)
-        self.bound = 0
-        # Length and bound before the last observation.
+        self.max_length = 0
+        # Length and max_length before the last observation.
         self.before = (self.length, 0)
 
     def append(self, tokens: mx.array, count: int | mx.array) -> None:
         B, n = tokens.shape
-        self.tokens = write(self.tokens, tokens, self.length, self.bound)
-        self.before = (self.length, self.bound)
-        self.length, self.bound = self.length + count, self.bound + n
+        self.tokens = write(self.tokens, tokens, self.length, self.max_length)
+        self.before = (self.length, self.max_length)
+        self.length, self.max_length = self.length + count, self.max_length + n
 
     def settle(self, count: int | Sequence[int]) -> None:
         """See `drafters.proposal.Context`."""
-        length, bound = self.before
+        length, max_length = self.before
         most = count if isinstance(count, int) else max(count)
-        self.length, self.bound = length + mx.array(count, dtype=mx.int32), bound + most
+        self.length, self.max_length = length + mx.array(count, dtype=mx.int32), max_length + most
 
     def arrays(self) -> list[mx.array]:
         return [self.tokens, self.length]
@@ -40,18 +40,20 @@ class NGramContext:
         """See `drafters.proposal.Joinable`."""
         contexts = [self, *others]
         joined = NGramContext(0)
-        joined.bound = max(context.bound for context in contexts)
-        padded = [mx.pad(c.tokens[:, : joined.bound], [(0, 0), (0, _missing(c, joined.bound))]) for c in contexts]
+        joined.max_length = max(context.max_length for context in contexts)
+        padded = [
+            mx.pad(c.tokens[:, : joined.max_length], [(0, 0), (0, _missing(c, joined.max_length))]) for c in contexts
+        ]
         joined.tokens = mx.concatenate(padded)
         joined.length = mx.concatenate([context.length for context in contexts])
-        joined.before = (joined.length, joined.bound)
+        joined.before = (joined.length, joined.max_length)
         return joined
 
     def lanes(self, indices: Sequence[int]) -> "NGramContext":
         at = mx.array(indices, dtype=mx.int32)
         some = NGramContext(0)
-        some.tokens, some.length, some.bound = self.tokens[at], self.length[at], self.bound
-        some.before = (some.length, some.bound)
+        some.tokens, some.length, some.max_length = self.tokens[at], self.length[at], self.max_length
+        some.before = (some.length, some.max_length)
         return some
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
@@ -60,9 +62,9 @@ class NGramContext:
 
     def unpack(self, packed: dict[str, mx.array]) -> None:
         self.tokens = packed["tokens"]
-        self.bound = self.tokens.shape[1]
-        self.length = mx.array([self.bound], dtype=mx.int32)
-        self.before = (self.length, self.bound)
+        self.max_length = self.tokens.shape[1]
+        self.length = mx.array([self.max_length], dtype=mx.int32)
+        self.before = (self.length, self.max_length)
 
 
 class NGram:
@@ -99,9 +101,9 @@ class NGram:
         if not 0 <= width <= self.max_width:
             raise ValueError(f"width {width} is outside 0..{self.max_width}, this drafter's range")
         anchor = anchor.astype(mx.int32)[:, None]
-        if width == 0 or context.bound == 0:
+        if width == 0 or context.max_length == 0:
             return Proposal(mx.zeros((len(anchor), 0), dtype=mx.int32))
-        text = write(context.tokens, anchor, context.length, context.bound)
+        text = write(context.tokens, anchor, context.length, context.max_length)
         start, matched = last_match(text, context.length + 1, self.longest)
         period = mx.maximum(context.length + 1 - start, 1)
         at = start[:, None] + mx.arange(width, dtype=mx.int32) % period[:, None]
@@ -131,13 +133,13 @@ def last_match(text: mx.array, length: mx.array, longest: int) -> tuple[mx.array
     return mx.minimum(best + 1, length - 1), mx.maximum(found, 0).astype(mx.int32)
 
 
-def write(buffer: mx.array, tokens: mx.array, start: mx.array, bound: int) -> mx.array:
-    """The buffer `[B, capacity]`, grown if need be, with tokens `[B, n]` at `start` `[B]`, which is at most `bound`."""
+def write(buffer: mx.array, tokens: mx.array, start: mx.array, max_length: int) -> mx.array:
+    """The buffer `[B, capacity]`, grown if need be, with tokens `[B, n]` at `start` `[B]`, at most `max_length`."""
     B, n = tokens.shape
-    if (missing := bound + n - buffer.shape[1]) > 0:
+    if (missing := max_length + n - buffer.shape[1]) > 0:
         buffer = mx.pad(buffer, [(0, 0), (0, -(-missing // _STEP) * _STEP)])
     return mx.put_along_axis(buffer, start[:, None] + mx.arange(n, dtype=mx.int32), tokens, axis=1)
 
 
-def _missing(context: NGramContext, bound: int) -> int:
-    return bound - min(context.tokens.shape[1], bound)
+def _missing(context: NGramContext, max_length: int) -> int:
+    return max_length - min(context.tokens.shape[1], max_length)

@@ -47,7 +47,7 @@ class Joint(Held):
         self._count = [*self._count[:index], count, *self._count[index + 1 :]]
         self.states.commit(self._count)
         # All that they know is how many rows each pass let in at most.
-        self.states.bound = max(self.lengths)
+        self.states.max_length = max(self.lengths)
         conversation.pending = token
 
 

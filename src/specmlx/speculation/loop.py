@@ -12,12 +12,12 @@ from specmlx.speculation.drafting import observe, observe_ahead, propose
 from specmlx.speculation.lane_width import widths_of
 from specmlx.speculation.mixed_policy import MixedPolicy, Policies
 from specmlx.speculation.policy import RoundPolicy
-from specmlx.speculation.prefill import prefill
+from specmlx.speculation.prefill import Checkpoints, prefill
 from specmlx.speculation.round import Delivery, OnProposal, Round, Target, until_stop
 from specmlx.speculation.sequence import Sequence, Token
 from specmlx.speculation.timer import ACCEPT, DRAFT, OBSERVE, VERIFY, Timer, round_seconds
 from specmlx.speculation.width import Widths
-from specmlx.state.conversation import Conversation, Held, Observable
+from specmlx.state.conversation import Held, Observable
 from specmlx.state.layers import LayerStates
 
 # Rounds between two emptyings of mlx's buffer cache, which grows with every new attention length.
@@ -176,8 +176,8 @@ class Batch:
         """As many, or fewer where no sequence may give as many tokens, once all have given so many, or has room."""
         left = [sequence.left for sequence in self.sequences]
         most = num_draft_tokens if None in left else min(num_draft_tokens, max(left) - given - 1)
-        room = self.held.states.room
-        return most if room is None else min(most, room - given - 1)
+        rows = self.held.states.rows_left
+        return most if rows is None else min(most, rows - given - 1)
 
     def _issue_ahead(self, round: Round) -> Round | Exception | None:
         """The next round, if it is known before this one is read. What it raises has to wait for this one's tokens."""
@@ -291,14 +291,13 @@ def generate_tokens(
     prefill_step_size: int = 2048,
     *,
     progress: Callable[[int, int], None] | None = None,
-    marks: Collection[int] = (),
-    at_mark: Callable[[Conversation], None] | None = None,
+    checkpoints: Checkpoints | None = None,
 ) -> Iterator[Token]:
     """Tokens that continue a sequence's conversation after `prompt`, in an empty batch of its own.
 
     Whenever a token has left, the conversation holds exactly what the user was given, so it may be dropped there and
     taken over by another request. Ids of the prompt that the conversation holds already are in the sequence's history.
-    Prefill calls `at_mark` once it has as many rows as one of `marks` says.
+    Prefill calls what `checkpoints` have at a number of rows once that many are in.
     Raises ValueError for an empty prompt, max_tokens of 0 and proposals outside the vocabulary; RuntimeError, with the
     position, for logits that are NaN or infinite.
     """
@@ -308,7 +307,7 @@ def generate_tokens(
         raise ValueError("max_tokens is 0: it must be at least 1, or -1 for no limit")
     clock, conversation = time.perf_counter(), sequence.conversation
     later = batch.choose(1) == 0
-    steps = prefill(batch.target, conversation, prompt, batch.drafter, prefill_step_size, marks, at_mark, later=later)
+    steps = prefill(batch.target, conversation, prompt, batch.drafter, prefill_step_size, checkpoints, later)
     for step in steps:
         if progress:
             progress(step, len(prompt))

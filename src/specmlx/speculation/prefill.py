@@ -1,6 +1,6 @@
 """The prompt, up to its last token, which is the first anchor."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -9,10 +9,13 @@ from specmlx.drafters.proposal import Drafter, Windowed
 from specmlx.speculation.drafting import observe
 from specmlx.state.conversation import Conversation, Observable
 from specmlx.state.layers import LayerStates
-from specmlx.state.prefix import spans
+from specmlx.state.prefix import prefill_chunks
 
 # Rows behind the prompt that buffers make room for at once.
 _ANSWER = 256
+
+Checkpoints = Mapping[int, Callable[[Conversation], None]]
+"""What is called once a conversation has as many rows, by their number."""
 
 
 class Prefiller(Protocol):
@@ -29,26 +32,24 @@ def prefill(
     prompt: Sequence[int],
     drafter: Drafter | None,
     step_size: int,
-    marks: Collection[int] = (),
-    at_mark: Callable[[Conversation], None] | None = None,
+    checkpoints: Checkpoints | None = None,
     later: bool = False,
 ) -> Iterator[int]:
     """Run everything before the prompt's last token, which becomes pending; yields how much of the prompt is in.
 
-    `at_mark` is called once the conversation has as many rows as one of `marks` says. With `later`, the drafter is
-    shown the last rows when it is to propose.
+    With `later`, the drafter is shown the last rows when it is to propose.
     """
     observe(conversation, drafter, later)
     before = [] if conversation.pending is None else [conversation.pending]
-    ids = [*before, *prompt[:-1]]
+    ids, checkpoints = [*before, *prompt[:-1]], checkpoints or {}
     start = conversation.states.length
-    conversation.states.expect(start + len(ids) + _ANSWER)
+    conversation.states.reserve(start + len(ids) + _ANSWER)
     window = drafter.window if isinstance(drafter, Windowed) else None
     yield 0
     try:
         conversation.processed += ids
         at = start
-        for stop, observed in spans(start, start + len(ids), marks, window):
+        for stop, observed in prefill_chunks(start, start + len(ids), checkpoints, window):
             watching = drafter if observed else None
             if watching:
                 observe(conversation, drafter, later)
@@ -57,12 +58,12 @@ def prefill(
             for tokens, features in target.prefill(conversation.states, rows, taps, step_size):
                 if watching:
                     conversation.unobserved = Observable(tokens, features)
-                    observe(conversation, drafter, later and stop not in marks)
+                    observe(conversation, drafter, later and stop not in checkpoints)
                     mx.eval(conversation.draft_arrays())
                 at += tokens.shape[1]
                 yield at - start - len(before)
-            if at_mark and stop in marks:
-                at_mark(conversation)
+            if stop in checkpoints:
+                checkpoints[stop](conversation)
     finally:
         conversation.settle()
     conversation.pending = prompt[-1]

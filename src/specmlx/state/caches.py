@@ -1,20 +1,19 @@
 """mlx-lm's own caches as the states of one conversation, with the same transaction as ours."""
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from specmlx.state.kv import KV
-from specmlx.state.layers import Pass
+from specmlx.state.layers import Pass, States
 from specmlx.state.window import WindowCache
 
 # Accepted rows that may run again in front of the next pass; where there are more, they take a pass of their own.
 MOST_REPLAYED = 16
 
 
-class CacheStates:
+class CacheStates(States):
     """Caches that are trimmed where their class allows it, and else taken back to a snapshot of the first `base` rows.
 
     After a pass that was not accepted whole, what is accepted behind a snapshot has to run again: `begin` puts it in
@@ -24,29 +23,24 @@ class CacheStates:
     batch = 1
     # mlx-lm's caches are written as a pass is built, so none can be built ahead.
     looks_ahead = False
-    room = None
+    rows_left = None
 
     def __init__(self, caches: list, length: int = 0):
-        self.caches = [in_order(cache) for cache in caches]
+        self.layers = self.caches = [in_order(cache) for cache in caches]
         self.base = length
         self.count = 0
         self._replay: mx.array | None = None
         self._ids: mx.array | None = None
-        self._ran = 0
         self.outputs: list[mx.array] = []
         self._open = False
-        self._broken: str | None = None
         self._leaves = [leaf for cache in self.caches for leaf in _leaves(cache)]
-        self._snapshots = [_Snapshot(leaf) for leaf in self._leaves if not _trimmable(leaf)]
-
-    @property
-    def layers(self) -> list:
-        return self.caches
+        self._fixed = [leaf for leaf in self._leaves if not _trimmable(leaf)]
+        self._snapshots = [_copied(vars(leaf)) for leaf in self._fixed]
 
     @property
     def replays(self) -> bool:
         """Whether accepted rows may have to run twice, since some cache can't be trimmed."""
-        return bool(self._snapshots)
+        return bool(self._fixed)
 
     @property
     def length(self) -> int:
@@ -61,7 +55,7 @@ class CacheStates:
     @property
     def whole(self) -> bool:
         """Whether the caches hold the rows that are in, or can be trimmed to them."""
-        return not self.replays or self.replayed + self.count == self._ran
+        return not self.replays or self._ids is None or self.replayed + self.count == self._ids.shape[1]
 
     @property
     def overdue(self) -> bool:
@@ -69,15 +63,10 @@ class CacheStates:
         return not self.whole and self.replayed + self.count > MOST_REPLAYED
 
     @property
-    def broken(self) -> bool:
-        """Whether an evaluation failed half-way, so that all further use is refused."""
-        return self._broken is not None
-
-    @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for leaf in self._leaves for x in _arrays(leaf))
+        return sum(x.nbytes for x in arrays(self._leaves))
 
-    def expect(self, rows: int) -> None:
+    def reserve(self, rows: int) -> None:
         """mlx-lm's caches grow as they do."""
 
     def begin(self, rows: mx.array) -> mx.array:
@@ -85,23 +74,19 @@ class CacheStates:
 
         Raises RuntimeError, before anything changes, while the last pass is neither committed nor aborted.
         """
-        if self._broken:
-            raise RuntimeError(f"this conversation can't go on ({self._broken}): start a new one")
-        if self._open:
-            raise RuntimeError("the last pass was neither committed nor aborted: call commit(n) or abort() first")
-        kept, whole = self.replayed + self.count, self.whole
-        if whole:
-            self.base, replay = self.base + kept, None
+        self.refuse(open=self._open)
+        kept, replay = self.replayed + self.count, None
+        if self.whole:
+            self.base += kept
+            self._snapshots = [_copied(vars(leaf)) for leaf in self._fixed]
         else:
             replay = self._ids[:, :kept] if kept else None
-        for leaf in self._leaves:
-            if _trimmable(leaf):
-                leaf.offset = self.base
-        for snapshot in self._snapshots:
-            snapshot.take() if whole else snapshot.restore()
+            for leaf, held in zip(self._fixed, self._snapshots, strict=True):
+                vars(leaf).update(_copied(held))
+        _trim(self._leaves, self.base)
         self._replay, self.outputs = replay, []
         self._ids = rows if replay is None else mx.concatenate([replay, rows], axis=1)
-        self._ran, self.count, self._open = self._ids.shape[1], 0, True
+        self.count, self._open = 0, True
         return self._ids
 
     def copy(self) -> "CacheStates":
@@ -114,21 +99,16 @@ class CacheStates:
 
     def dispatch(self, new: Pass, *arrays: Any) -> Pass:
         """Send the open pass and `arrays` to the device, without waiting for them."""
-        self._evaluate(mx.async_eval, *arrays)
+        self._evaluate(mx.async_eval, *self._held(), *arrays)
         return new
 
     def evaluate(self, *arrays: Any) -> None:
         """Evaluate the caches, the open pass's `outputs` and `arrays`. Should that raise, no further use."""
-        self._evaluate(mx.eval, *arrays)
+        self._evaluate(mx.eval, *self._held(), *arrays)
 
-    def _evaluate(self, by: Callable, *arrays: Any) -> None:
-        try:
-            # Snapshots too: a copy that is still lazy could only be evaluated in this thread.
-            held = [list(snapshot.held.values()) for snapshot in self._snapshots]
-            by([_arrays(leaf) for leaf in self._leaves], _arrays(held), self.outputs, *arrays)
-        except Exception as error:
-            self._broken = f"an evaluation failed: {error}"
-            raise
+    def _held(self) -> list:
+        # Snapshots too: a copy that is still lazy could only be evaluated in this thread.
+        return [arrays([*self._leaves, *self._snapshots]), self.outputs]
 
     def commit(self, count: int | mx.array) -> None:
         """Let the first `count` rows of the last pass in; may be repeated with more. An array is read.
@@ -137,7 +117,7 @@ class CacheStates:
         """
         if self._ids is None:
             raise RuntimeError("nothing to commit: run a pass first")
-        n, rows = int(count), self._ran - self.replayed
+        n, rows = int(count), self._ids.shape[1] - self.replayed
         if not 0 <= n <= rows:
             raise ValueError(f"can't commit {n} rows: the pass has {rows}")
         if n < self.count:
@@ -150,9 +130,7 @@ class CacheStates:
 
     def export(self, caches: list) -> None:
         """Bring caches of mlx-lm's, from which these were made, to the rows that are in; all of them must have run."""
-        for leaf in self._leaves:
-            if _trimmable(leaf):
-                leaf.offset = self.length
+        _trim(self._leaves, self.length)
         for ours, theirs in zip(self.caches, caches, strict=True):
             for own, stock in zip(_leaves(ours), _leaves(theirs), strict=True):
                 if isinstance(own, WindowCache):
@@ -162,9 +140,7 @@ class CacheStates:
 def clones(states: CacheStates) -> list:
     """The caches as they are once the rows that are in have run; what becomes of the originals doesn't change them."""
     found = [clone(cache) for cache in states.caches]
-    for leaf in (leaf for cache in found for leaf in _leaves(cache)):
-        if _trimmable(leaf):
-            leaf.offset = states.length
+    _trim([leaf for cache in found for leaf in _leaves(cache)], states.length)
     return found
 
 
@@ -173,27 +149,18 @@ def clone(cache: Any) -> Any:
     if type(cache) is CacheList:
         return CacheList(*map(clone, cache.caches))
     new = type(cache).__new__(type(cache))
-    vars(new).update({name: _copied(value) for name, value in vars(cache).items()})
+    vars(new).update(_copied(vars(cache)))
     return new
 
 
-def arrays(caches: list) -> list[mx.array]:
-    """All that caches hold."""
-    return _arrays(caches)
-
-
-class _Snapshot:
-    """What a cache held, to be put back: its attributes, with copies of their lists and of the array objects."""
-
-    def __init__(self, cache: Any):
-        self.cache = cache
-        self.take()
-
-    def take(self) -> None:
-        self.held = {name: _copied(value) for name, value in vars(self.cache).items()}
-
-    def restore(self) -> None:
-        vars(self.cache).update({name: _copied(value) for name, value in self.held.items()})
+def arrays(value: Any) -> list[mx.array]:
+    """All that caches hold, or lists and attributes of theirs."""
+    if isinstance(value, mx.array):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [x for item in value for x in arrays(item)]
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", {})
+    return arrays([*held.values()])
 
 
 def _copied(value: Any) -> Any:
@@ -201,10 +168,10 @@ def _copied(value: Any) -> Any:
     if isinstance(value, mx.array):
         return mx.array(value)
     if isinstance(value, KV):
-        return value.with_arrays(_copied(value.arrays()))
+        return value.mapped(mx.array)
     if isinstance(value, (list, tuple)):
         return type(value)(_copied(item) for item in value)
-    return value
+    return {name: _copied(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
 def in_order(cache: Any, spare: int = 0) -> Any:
@@ -218,13 +185,11 @@ def _leaves(cache: Any) -> list:
     return [leaf for inner in cache.caches for leaf in _leaves(inner)] if type(cache) is CacheList else [cache]
 
 
+def _trim(leaves: list, length: int) -> None:
+    for leaf in leaves:
+        if _trimmable(leaf):
+            leaf.offset = length
+
+
 def _trimmable(cache: Any) -> bool:
     return type(cache) in (KVCache, QuantizedKVCache, WindowCache)
-
-
-def _arrays(value: Any) -> list[mx.array]:
-    if isinstance(value, mx.array):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [x for item in value for x in _arrays(item)]
-    return _arrays(list(vars(value).values())) if hasattr(value, "__dict__") else []

@@ -1,12 +1,13 @@
 """What a file says of a conversation, checked before it is used: in itself as it is read, then against the model."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
+from specmlx.formats.config import read, shown
 from specmlx.state.kv import KV
 from specmlx.state.layers import Layer
 from specmlx.state.quantized_kv import INT8, KVFormat
@@ -26,73 +27,48 @@ def damaged(path: str | Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged: {' '.join(what.split())[:160]}") from None
 
 
-def natural(value: Any, what: str, below: int = 1 << 31) -> int:
-    """A whole number from 0 up. Raises ValueError for anything else."""
-    if type(value) is not int or not 0 <= value < below:
-        raise ValueError(f"its {what} is {str(value)[:40]}")
-    return value
+def natural(fields: Mapping[str, Any], name: str, default: int | None = 0, below: int = 1 << 31) -> int | None:
+    """A field that is a whole number from 0 up, or its default. Raises ValueError for anything else."""
+    return read(fields, name, int, default, least=0, most=below - 1)
 
 
-def text(value: Any, what: str) -> str:
-    """A text. Raises ValueError for anything else."""
-    if not isinstance(value, str):
-        raise ValueError(f"its {what} is {str(value)[:40]}")
-    return value
+def texts(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Fields that are texts. Raises ValueError for anything else."""
+    return {name: read(fields, name, str) for name in fields}
 
 
-def texts(value: Any, what: str) -> dict[str, str]:
-    """Texts by name. Raises ValueError for anything else."""
-    return {name: text(each, what) for name, each in value.items()}
-
-
-def tokens(value: Any) -> list[int]:
-    """A list of ids. Raises ValueError for anything else."""
-    if not isinstance(value, list):
-        raise ValueError(f"its tokens are {str(value)[:40]}")
-    return [natural(token, "token") for token in value]
-
-
-def kv_format(value: Any) -> KVFormat | None:
+def kv_format(fields: Mapping[str, Any] | None) -> KVFormat | None:
     """What `asdict` made of a format. Raises ValueError for anything else."""
-    if value is None:
+    if fields is None:
         return None
-    bits, group, start = (value[name] for name in ("bits", "group_size", "start"))
+    bits, group = (fields[name] for name in ("bits", "group_size"))
     if group is None and bits != 8:
-        raise ValueError(f"its keys are in {str(bits)[:40]} bits")
-    return KVFormat.read(INT8 if group is None else bits, group or 64, natural(start, "kv_format's start"))
+        raise ValueError(f"its keys are in {shown(bits)} bits")
+    return KVFormat.read(INT8 if group is None else bits, group or 64, natural(fields, "start"))
 
 
-def all_known(arrays: Collection[str], known: Collection[str]) -> None:
-    """Raise ValueError for an array that nothing in the file names."""
-    if unknown := sorted(set(arrays) - set(known)):
-        raise ValueError(f"nothing in it names {unknown[0][:40]!r}")
-
-
-def check_layer(layer: Layer, rows: int, what: str) -> None:
+def check_layer(layer: KV | Recurrent, rows: int, what: str) -> None:
     """Raise ValueError where a layer can't be one of a single conversation of so many rows; `what`: its name."""
     if isinstance(layer, Recurrent):
         whole = layer.S.ndim == 4 and layer.conv.ndim == 3 and layer.S.shape[0] == layer.conv.shape[0] == 1
         if not whole or layer.S.dtype != mx.float32 or not mx.issubdtype(layer.conv.dtype, mx.floating):
             raise ValueError(f"{what} is no state: {_named(layer.arrays())}")
-    elif layer is not None:
+    else:
         arrays = layer.arrays()
+        if len(arrays) not in _PARTS:
+            raise ValueError(f"{what} is in {len(arrays)} arrays")
         whole = all(x.ndim == 4 and x.shape[:3] == (1, arrays[0].shape[1], rows) for x in arrays)
         for x, kind in zip(arrays, _PARTS[len(arrays)] * 2, strict=True):
             if not rows or not whole or not mx.issubdtype(x.dtype, kind):
                 raise ValueError(f"{what} is none of {rows} rows: {_named(arrays)}")
-    elif rows:
-        raise ValueError(f"{what} holds nothing")
-
-
-def parts(count: Any) -> int:
-    """How many arrays keys and values are in, 0 for none. Raises ValueError for a number that no format has."""
-    if type(count) is not int or count not in (0, *_PARTS):
-        raise ValueError(f"keys and values are in {str(count)[:40]} arrays")
-    return count
 
 
 def check_fit(
-    layers: Mapping[int, Layer], empty: Sequence[Layer], heads: tuple[int, int], kv_format: KVFormat | None
+    layers: Mapping[int, Layer],
+    empty: Mapping[int, Layer],
+    heads: tuple[int, int],
+    kv_format: KVFormat | None = None,
+    what: str = "layer",
 ) -> None:
     """Raise ValueError, naming the layer, where layers that hold rows can't be those of a model.
 
@@ -101,7 +77,7 @@ def check_fit(
     """
     row = mx.zeros((1, heads[0], 1, heads[1]))
     formats = [KV(row, row), *([kv_format.converted(KV(row, row))] if kv_format else [])]
-    for i, own in enumerate(empty):
+    for i, own in empty.items():
         layer = layers.get(i)
         if isinstance(own, Recurrent):
             fits = isinstance(layer, Recurrent) and layer.S.shape[1:] == own.S.shape[1:]
@@ -110,7 +86,7 @@ def check_fit(
             fits = isinstance(layer, KV) and any(_sizes(layer) == _sizes(known) for known in formats)
         if not fits:
             found = "nothing" if layer is None else _named(layer.arrays())
-            raise ValueError(f"layer {i} is another model's: {found}")
+            raise ValueError(f"{what} {i} is another model's: {found}")
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:

@@ -1,22 +1,10 @@
 """One conversation: the ids in the state, the one that is not in yet, and what target and drafter keep of them."""
 
-import json
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from specmlx.formats.sealed import load_sealed, save_sealed
-from specmlx.state import checks
-from specmlx.state.kv import KV
 from specmlx.state.layers import LayerStates
-from specmlx.state.quantized_kv import of_arrays
-from specmlx.state.recurrent import Recurrent
-
-FORMAT = "specmlx-conversation-2"
-_FIELDS = ("model", "kv_format", "max_kv_size", "layers", "processed", "pending", "metadata")
-_MOST_LAYERS = 10_000
 
 
 class Observable(NamedTuple):
@@ -56,26 +44,15 @@ class Held:
     """What target and drafter keep of a conversation, or of several together (see `speculation.joint`).
 
     `draft` is the last drafter's context; `unobserved` the rows that it has not seen, as many as `count`.
+    lengths: rows that are in, of each of the conversations, which are `members`; count: those of the last pass.
     """
 
     states: LayerStates
+    lengths: list[int]
+    count: Count
+    members: "list[Conversation]"
     draft: Draft | None = None
     unobserved: Observable | None = None
-
-    @property
-    def lengths(self) -> list[int]:
-        """Rows that are in, of each conversation."""
-        raise NotImplementedError
-
-    @property
-    def count(self) -> Count:
-        """Rows of the last pass that are in."""
-        raise NotImplementedError
-
-    @property
-    def members(self) -> "list[Conversation]":
-        """The conversations."""
-        raise NotImplementedError
 
     def begin(self, rows: Observable | None) -> None:
         """The open pass is about to be committed, and the drafter may observe `rows`."""
@@ -172,59 +149,3 @@ class Conversation(Held):
         self.processed.append(self._pending[1])
         self.states.commit(count)
         self._pending = (len(self.processed), token)
-
-
-def save(path: str | Path, conversation: Conversation, metadata: dict[str, str] | None = None) -> None:
-    """Write the target's state to a safetensors file that only its owner may read, replacing it atomically.
-
-    Drafter contexts are not kept.
-    """
-    arrays, states = {}, conversation.states
-    for i, layer in enumerate(states.folded()):
-        if isinstance(layer, KV):
-            length = states.length
-            arrays |= {f"{i}.kv.{part}": x[:, :, :length] for part, x in enumerate(layer.arrays())}
-        elif layer is not None:
-            arrays |= {f"{i}.S": layer.S, f"{i}.conv": layer.conv}
-    header = {
-        "model": json.dumps(conversation.model),
-        "kv_format": json.dumps(states.kv_format and asdict(states.kv_format)),
-        "max_kv_size": json.dumps(conversation.max_kv_size),
-        "layers": str(len(conversation.states.layers)),
-        "processed": json.dumps(conversation.processed),
-        "pending": json.dumps(conversation.pending),
-        "metadata": json.dumps(metadata or {}),
-    }
-    save_sealed(Path(path), arrays, header, FORMAT)
-
-
-def load(path: str | Path) -> tuple[Conversation, dict[str, str]]:
-    """The conversation and the metadata of a saved file. Raises ValueError in one line for what is none, or damaged."""
-    arrays, header = load_sealed(Path(path), FORMAT)
-    with checks.damaged(path):
-        found = {name: json.loads(header[name]) for name in _FIELDS}
-        layers = _layers(arrays, found)
-        mx.eval(arrays)
-        pending, limit, model, kv_format = (found[name] for name in ("pending", "max_kv_size", "model", "kv_format"))
-        processed = found["processed"]
-        states = LayerStates.holding(len(processed), layers, kv_format=checks.kv_format(kv_format))
-        conversation = Conversation(states, processed, None if pending is None else checks.natural(pending, "token"))
-        conversation.model = None if model is None else checks.text(model, "model")
-        conversation.max_kv_size = None if limit is None else checks.natural(limit, "max_kv_size")
-        return conversation, checks.texts(found["metadata"], "metadata")
-
-
-def _layers(arrays: dict[str, mx.array], found: dict[str, Any]) -> list:
-    rows, layers = len(checks.tokens(found["processed"])), []
-    known: set[str] = set()
-    for i in range(checks.natural(found["layers"], "layers", _MOST_LAYERS)):
-        parts = [name for name in (f"{i}.S", f"{i}.conv") if name in arrays]
-        if parts:
-            layers.append(Recurrent(arrays[f"{i}.S"], arrays[f"{i}.conv"]))
-        else:
-            parts = sorted(name for name in arrays if name.startswith(f"{i}.kv."))
-            layers.append(of_arrays([arrays[name] for name in parts]) if checks.parts(len(parts)) else None)
-        checks.check_layer(layers[-1], rows, f"layer {i}")
-        known.update(parts)
-    checks.all_known(arrays, known)
-    return layers

@@ -16,9 +16,8 @@ import numpy as np
 from specmlx.state import caches
 from specmlx.state.caches import CacheStates
 from specmlx.state.conversation import Conversation
-from specmlx.state.kv import KV
-from specmlx.state.layers import LayerStates, Pass
-from specmlx.state.quantized_kv import of_arrays
+from specmlx.state.kv import KV, joined, reserve
+from specmlx.state.layers import LayerStates
 from specmlx.state.recurrent import Recurrent
 
 
@@ -106,7 +105,6 @@ def take(
     before: Piece | None = None,
     drafter: str | None = None,
     packed: dict[str, mx.array] | None = None,
-    lane: int = 0,
 ) -> Snapshot:
     """The conversation as it is, evaluated. `before` are rows of it that an earlier snapshot holds already.
 
@@ -119,13 +117,12 @@ def take(
         copies = caches.clones(conversation.states)
         mx.eval(caches.arrays(copies), drafts)
         return Snapshot(Piece(ids[start:], {}, before), {}, drafts, copies)
-    lanes = slice(lane, lane + 1)
     kvs, recurrent = {}, {}
     for i, layer in enumerate(conversation.states.folded()):
         if isinstance(layer, Recurrent):
-            recurrent[i] = Recurrent(mx.contiguous(layer.S[lanes]), mx.contiguous(layer.conv[lanes]))
+            recurrent[i] = Recurrent(mx.contiguous(layer.S), mx.contiguous(layer.conv))
         elif layer is not None:
-            kvs[i] = layer.with_arrays([mx.contiguous(x[lanes, :, start:length]) for x in layer.arrays()])
+            kvs[i] = layer.mapped(lambda x: mx.contiguous(x[:, :, start:length]))
     mx.eval([*(kv.arrays() for kv in kvs.values())], [x[:2] for x in recurrent.values()], drafts)
     piece = before if start == length and before is not None else Piece(ids[start:], kvs, before)
     return Snapshot(piece, recurrent, drafts)
@@ -145,31 +142,23 @@ def restore(snapshot: Snapshot, empty: LayerStates | CacheStates, capacity: int)
         if i in snapshot.recurrent:
             layers.append(snapshot.recurrent[i])
         else:
-            kv_format = empty.kv_format if empty.kv_format and snapshot.length >= empty.kv_format.start else None
             kvs = [piece.kvs[i] for piece in pieces if i in piece.kvs]
-            kvs = [kv_format.converted(kv) for kv in kvs] if kv_format else kvs
-            layers.append(_joined(kvs, capacity) if kvs else layer)
-    empty.open(Pass(snapshot.length, layers))
-    empty.evaluate()
-    empty.commit(snapshot.length)
-    return Conversation(empty, snapshot.ids.tolist())
+            if empty.kv_format and snapshot.length >= empty.kv_format.start:
+                kvs = [empty.kv_format.converted(kv) for kv in kvs]
+            layers.append(reserve(joined(kvs), capacity, kvs[0], step=1) if kvs else layer)
+    mx.eval(layers)
+    states = LayerStates.holding(snapshot.length, layers, kv_format=empty.kv_format)
+    return Conversation(states, snapshot.ids.tolist())
 
 
-def _joined(kvs: list[KV], capacity: int) -> KV:
-    room = max(capacity - sum(kv.capacity for kv in kvs), 0)
-    parts = []
-    for same in zip(*(kv.arrays() for kv in kvs), strict=True):
-        B, H, _, D = same[0].shape
-        parts.append(mx.concatenate([*same, mx.zeros((B, H, room, D), dtype=same[0].dtype)], axis=2))
-    return of_arrays(parts)
-
-
-def spans(start: int, stop: int, marks: Collection[int], window: int | None) -> Iterator[tuple[int, bool]]:
+def prefill_chunks(
+    start: int, stop: int, checkpoints: Collection[int], window: int | None
+) -> Iterator[tuple[int, bool]]:
     """Where a prefill of rows `start`..`stop` pauses, and whether a drafter that sees `window` rows needs those before.
 
-    It needs the last `window` rows before each of `marks`, where its context is kept, and before `stop`.
+    It needs the last `window` rows before each of `checkpoints`, where its context is kept, and before `stop`.
     """
-    ends = [mark for mark in marks if start < mark < stop] + [stop]
+    ends = [at for at in checkpoints if start < at < stop] + [stop]
     needed = [(max(end - window, 0) if window else 0, end) for end in ends]
     cuts = sorted({cut for cut in (*ends, *(first for first, _ in needed)) if start < cut <= stop})
     for cut in cuts:

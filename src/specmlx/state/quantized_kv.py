@@ -1,51 +1,16 @@
 """Keys and values in 8 bits and fewer: each row is quantized as it is written, on its own."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from specmlx.kernels.attention import Stored
-from specmlx.state.kv import KV, reserve, write
+from specmlx.state.kv import KV, QuantizedKV, reserve, write
 from specmlx.values import check
 
 INT8 = "int8"
 _GROUPS = (32, 64, 128)
 _BLOCK = 256
-
-
-class QuantizedKV(KV):
-    """A layer's buffers where keys and values `[B, H, capacity, *]` are each a tuple of parts: `KVFormat.quantized`."""
-
-    keys: tuple[mx.array, ...]
-    values: tuple[mx.array, ...]
-
-    @property
-    def parts(self) -> list[KV]:
-        """Each part's keys and values, as buffers of their own."""
-        return [KV(*pair) for pair in zip(self.keys, self.values, strict=True)]
-
-    @classmethod
-    def of(cls, parts: Sequence[KV]) -> "QuantizedKV":
-        return cls(tuple(part.keys for part in parts), tuple(part.values for part in parts))
-
-    @property
-    def capacity(self) -> int:
-        return self.keys[0].shape[2]
-
-    def arrays(self) -> list[mx.array]:
-        return [*self.keys, *self.values]
-
-    def with_arrays(self, arrays: Sequence[mx.array]) -> "QuantizedKV":
-        return of_arrays(arrays)
-
-
-def of_arrays(arrays: Sequence[mx.array]) -> KV:
-    """The buffers whose `arrays` these are."""
-    if len(arrays) == 2:
-        return KV(*arrays)
-    half = len(arrays) // 2
-    return QuantizedKV(tuple(arrays[:half]), tuple(arrays[half:]))
 
 
 @dataclass(frozen=True)
@@ -97,13 +62,11 @@ class KVFormat:
         return kv if isinstance(kv, QuantizedKV) else QuantizedKV(self.quantized(kv.keys), self.quantized(kv.values))
 
     def written(
-        self, kv: KV | None, keys: mx.array, values: mx.array, start: int | mx.array, length: int, expected: int = 0
+        self, kv: KV | None, keys: mx.array, values: mx.array, start: int | mx.array, max_length: int, capacity: int = 0
     ) -> QuantizedKV:
-        """The buffers with rows `[B, H, T, D]` written at `start`, with room for `length`; see `state.kv`."""
-        rows = QuantizedKV(self.quantized(keys), self.quantized(values)).parts
-        old = [None] * len(rows) if kv is None else self.converted(kv).parts
-        grown = [reserve(part, length, *row, expected=expected) for part, row in zip(old, rows, strict=True)]
-        return QuantizedKV.of([write(part, *row, start) for part, row in zip(grown, rows, strict=True)])
+        """The buffers with rows `[B, H, T, D]` written at `start`, with room as of `state.kv.reserve`."""
+        rows, kv = self.converted(KV(keys, values)), None if kv is None else self.converted(kv)
+        return write(reserve(kv, max_length, rows, capacity=capacity), rows, start)
 
     def stored(self, kv: QuantizedKV) -> tuple[Stored, Stored]:
         """Keys and values as the attention kernels take them."""

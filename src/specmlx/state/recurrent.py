@@ -1,6 +1,5 @@
 """What a Gated DeltaNet layer remembers: a base that only accepted rows have entered, and the tape of the last pass."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -43,10 +42,6 @@ class Recurrent(NamedTuple):
         at = count[:, None] + mx.arange(keep)
         return mx.take_along_axis(rows, at[..., None], axis=1)
 
-    def take(self, lanes: mx.array) -> "Recurrent":
-        """Some lanes of a layer without a tape, by their indices `[b]`."""
-        return Recurrent(self.S[lanes], self.conv[lanes])
-
     def arrays(self) -> list[mx.array]:
         """Everything that the layer holds."""
         tape = [] if self.tape is None else [*self.tape, self.conv_rows]
@@ -55,8 +50,3 @@ class Recurrent(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self.arrays())
-
-
-def merge(parts: Sequence[Recurrent]) -> Recurrent:
-    """The lanes of several layers without tapes in one."""
-    return Recurrent(mx.concatenate([part.S for part in parts]), mx.concatenate([part.conv for part in parts]))

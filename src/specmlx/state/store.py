@@ -1,9 +1,8 @@
 """`PromptCache`: snapshots of many prompts, found by the longest prefix, kept within a budget of bytes."""
 
-import json
 import os
 import threading
-import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,9 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from specmlx.formats.sealed import format_of, load_sealed, save_sealed
-from specmlx.kernels.gated_delta import STEP
-from specmlx.state import checks, prompt_file
+from specmlx.state.files import load_prompts, save_prompts
 from specmlx.state.prefix import Snapshot, digests
 
 # Of the memory that the device recommends to use (on the CPU: of the machine's).
@@ -40,18 +37,18 @@ class CacheCounters:
     bytes: int = 0
 
 
+@dataclass
 class _Entry:
-    def __init__(self, snapshot: Snapshot, kind: int):
-        self.snapshot = snapshot
-        self.kind = kind
-        self.pins = 0
+    snapshot: Snapshot
+    kind: int
+    pins: int = 0
 
 
 class PromptCache:
     """A store over many prompts, given as `prompt_cache=` to `generate`, whose prompts then are whole conversations.
 
     max_bytes: the budget; default: a quarter of the device's recommended working set (on the CPU: of the RAM).
-    checkpoint_every: tokens between two snapshots inside of a long prompt, rounded up to a multiple of 64.
+    checkpoint_every: tokens between two snapshots inside of a long prompt.
     keep_answers: whether the state after an answer is kept as well; None asks the tokenizer's chat template whether the
         next prompt will hold the answer as it was generated.
 
@@ -70,17 +67,17 @@ class PromptCache:
         if checkpoint_every < 1:
             raise ValueError(f"checkpoint_every is {checkpoint_every}: it must be at least 1")
         self.max_bytes = int(SHARE * usable_memory()) if max_bytes is None else max_bytes
-        self.checkpoint_every = -(-checkpoint_every // STEP) * STEP
+        self.checkpoint_every = checkpoint_every
         self.keep_answers = keep_answers
         self._lock = threading.RLock()
         # Least recently used first.
         self._entries: dict[Key, _Entry] = {}
-        self._counters = CacheCounters()
+        self._counters: Counter[str] = Counter()
 
     @property
     def counters(self) -> CacheCounters:
         with self._lock:
-            return replace(self._counters, snapshots=len(self._entries), bytes=self.nbytes)
+            return CacheCounters(**self._counters, snapshots=len(self._entries), bytes=self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -104,9 +101,7 @@ class PromptCache:
 
     def save(self, path: str | Path, metadata: dict[str, str] | None = None) -> None:
         """Write everything held to a safetensors file that only its owner may read, replacing it atomically."""
-        arrays, description = prompt_file.pack(self.snapshots())
-        header = {"snapshots": json.dumps(description), "metadata": json.dumps(metadata or {})}
-        save_sealed(Path(path), arrays, header, prompt_file.FORMAT)
+        save_prompts(path, self.snapshots(), metadata)
 
     def load(self, path: str | Path, namespace: str | None = None) -> dict[str, str]:
         """Take in what `save` wrote, as far as the budget goes, and get its metadata.
@@ -114,7 +109,7 @@ class PromptCache:
         `namespace`: a model's fingerprint. Raises ValueError in one line, with nothing changed, for a file that is
         missing, foreign, cut, changed or of another version, and where all of it is another model's.
         """
-        held, metadata = read(path)
+        held, metadata = load_prompts(path)
         spaces = {space for space, _, _ in held}
         if namespace is not None and spaces and not any(space.startswith(namespace) for space in spaces):
             raise ValueError(f"{path} holds prompts of another model ({min(spaces)[:8]}, this one is {namespace[:8]})")
@@ -130,8 +125,8 @@ class PromptCache:
             entry = self._longest(namespace, ids)
             if entry is not None:
                 entry.pins += 1
-            self._count(hits=entry is not None, misses=entry is None)
-            self._count(reused_tokens=0 if entry is None else entry.snapshot.length)
+            self._counters["misses" if entry is None else "hits"] += 1
+            self._counters["reused_tokens"] += 0 if entry is None else entry.snapshot.length
         try:
             yield None if entry is None else entry.snapshot
         finally:
@@ -191,30 +186,7 @@ class PromptCache:
                 return
             # The first of the lowest class: entries are in the order of their last use.
             del self._entries[min(free, key=lambda found: found[0])[1]]
-            self._count(evictions=1)
-
-    def _count(self, **changes: int) -> None:
-        now = {name: getattr(self._counters, name) + change for name, change in changes.items()}
-        self._counters = replace(self._counters, **now)
-
-
-def is_saved_cache(path: str | Path) -> bool:
-    """Whether a file says that it is a saved `PromptCache`, of whatever version."""
-    return (format_of(Path(path)) or "").startswith(prompt_file.FORMAT.rpartition("-")[0])
-
-
-def read(path: str | Path) -> tuple[list[prompt_file.Held], dict[str, str]]:
-    """What a saved `PromptCache` held (namespace, snapshot, class), and its metadata; ValueError as of `load`.
-
-    Nothing, with a warning, of a file of the last version.
-    """
-    if format_of(Path(path)) == prompt_file.FORMER:
-        warnings.warn(f"{path} is of an older specmlx: its prompts are run again", stacklevel=1)
-        return [], {}
-    arrays, header = load_sealed(Path(path), prompt_file.FORMAT)
-    with checks.damaged(path):
-        metadata = checks.texts(json.loads(header["metadata"]), "metadata")
-        return prompt_file.unpack(arrays, header["snapshots"]), metadata
+            self._counters["evictions"] += 1
 
 
 def usable_memory() -> int:

@@ -47,10 +47,11 @@ class WindowCache:
         """Write rows `[B, H, T, D]`; all rows of the buffer up to them."""
         gone, held = self._split()
         if gone:
-            self._kv = KV(*(x[:, :, gone : gone + held] for x in self._kv))
+            self._kv = self._kv.mapped(lambda x: x[:, :, gone : gone + held])
             self._first += gone
         end = held + keys.shape[2]
-        self._kv = write(reserve(self._kv, end, keys, values), keys, values, held)
+        rows = KV(keys, values)
+        self._kv = write(reserve(self._kv, end, rows), rows, held)
         self.offset = self._first + end
         return self.keys_and_values()
 
@@ -86,9 +87,7 @@ class WindowCache:
     def arrays(self) -> list[mx.array]:
         return [] if self._kv is None else list(self._kv)
 
-    @property
-    def state(self) -> list[mx.array]:
-        return self.arrays()
+    state = property(arrays)
 
     def empty(self) -> bool:
         return self._kv is None

@@ -1,9 +1,8 @@
 """Any other mlx-lm model as a target: its own code and caches, behind the two ways to run rows that the loop needs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,8 +14,9 @@ from specmlx.formats.identity import fingerprint
 from specmlx.formats.rope import rope_at_top
 from specmlx.state.caches import CacheStates
 from specmlx.state.layers import Pass
-from specmlx.targets.drafting import Drafted
+from specmlx.targets.mlx_lm_cache import length_of
 from specmlx.targets.taps import Outline
+from specmlx.targets.target import Target
 
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embeddings")
 _SHAPE = (
@@ -45,7 +45,7 @@ class LMConfig:
     rope_theta: float | None = None
 
 
-class AnyLM(Drafted, nn.Module):
+class AnyLM(Target):
     """A model object of mlx-lm's as a target. Its modules are not touched; rejected rows are trimmed or replayed.
 
     Where a cache can't be trimmed (recurrent layers), the rows accepted since the last snapshot run again in front of
@@ -53,40 +53,18 @@ class AnyLM(Drafted, nn.Module):
     """
 
     def __init__(self, model: nn.Module, config: dict[str, Any] | None = None):
-        super().__init__()
+        super().__init__(_config(model, config or {}), state_layers=len(make_prompt_cache(model)))
         self.lm = model
-        self._config = _config(model, config or {})
         self._outline = Outline(model)
-        self._state_layers = len(make_prompt_cache(model))
-        # Where its files are, if it was loaded; and what was named, which may be a GGUF file.
-        self.directory: Path | None = None
-        self.source: Path | None = None
-        # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
-        self.kernel_note: str | None = None
-        # The processes that have the other parts of it.
-        self.sharding_group: mx.distributed.Group | None = None
 
     @cached_property
     def fingerprint(self) -> str:
         """A name for the weights, taken when it is first asked for: what their states are known by."""
-        return fingerprint(self.lm, replace(self._config, draft_model=None))
-
-    @property
-    def config(self) -> LMConfig:
-        return self._config
-
-    @property
-    def vocab_size(self) -> int:
-        return self._config.vocab_size
+        return fingerprint(self.lm, replace(self.config, draft_model=None))
 
     @property
     def layers(self) -> list:
         return self._outline.layers
-
-    @property
-    def state_layers(self) -> int:
-        """How many caches the model keeps."""
-        return self._state_layers
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -137,23 +115,11 @@ class AnyLM(Drafted, nn.Module):
         states.outputs = [x for x in (found.logits, found.features) if x is not None]
         return found
 
-    def prefill(
-        self, states: CacheStates, tokens: mx.array, tap_ids: Sequence[int] = (), step_size: int = 2048
-    ) -> Iterator[tuple[mx.array, mx.array | None]]:
-        """Run tokens `[1, L]` that are all kept, and yield each step's tokens and features once it is committed."""
-        while tokens.shape[1]:
-            step, tokens = tokens[:, :step_size], tokens[:, step_size:]
-            features = self.verify(states, step, tap_ids).features
-            try:
-                # The logits are never evaluated.
-                states.outputs = [] if features is None else [features]
-                states.evaluate()
-                states.commit(step.shape[1])
-            except BaseException:
-                states.abort()
-                raise
-            mx.clear_cache()
-            yield step, features
+    def _prefilled(self, states: CacheStates, step: mx.array, tap_ids: Sequence[int]) -> mx.array | None:
+        features = self.verify(states, step, tap_ids).features
+        # The logits are never evaluated.
+        states.outputs = [] if features is None else [features]
+        return features
 
     def _run(self, states: CacheStates, rows: mx.array, tap_ids: Sequence[int]):
         ids = states.begin(rows)
@@ -170,12 +136,9 @@ class AnyLM(Drafted, nn.Module):
 
     def import_caches(self, caches: list) -> CacheStates:
         """States that go on from mlx-lm's caches of this model."""
-        lengths = {cache.offset for cache in caches if hasattr(cache, "offset")}
-        if len(lengths) > 1:
-            raise ValueError(f"prompt_cache layers hold different lengths {sorted(lengths)}: they must agree")
         if len(caches) != self.state_layers:
             raise ValueError(f"prompt_cache has {len(caches)} layers but the model has {self.state_layers}")
-        return CacheStates(caches, max(lengths, default=0))
+        return CacheStates(caches, length_of(caches))
 
     def export_caches(self, states: CacheStates, caches: list) -> None:
         """Write the committed rows into the caches that the states came from, in place."""

@@ -70,20 +70,20 @@ class Attention(nn.Module):
         residual: mx.array | None,
         first: int = 0,
         kv_format: KVFormat | None = None,
-        expected: int = 0,
+        capacity: int = 0,
     ) -> tuple[mx.array, KV | None]:
         """Rows `[B, T, D]`, written at `start` (int, or int32 `[B]`), see the buffer's first `length` rows by `mask`,
         which lets each see itself and the older ones, down to `first`. `residual` is added to the output.
 
         With `kv_format` the buffer is kept in it, and brought into it first where it isn't. A buffer that is too small
-        grows to as many rows as are `expected`.
+        grows to `capacity` rows where that is more.
         Without a buffer (`kv` None and `length` 0, in training) the rows see one another only.
         """
         q, k, v = products(x, self.q_proj, self.k_proj, self.v_proj)
         q, gate = self._queries(q, start)
         k, v = self._keys_values(k, v, start)
         if kv_format is not None:
-            kv = kv_format.written(kv, k, v, start, length, expected)
+            kv = kv_format.written(kv, k, v, start, length, capacity)
             keys, values = kv_format.stored(kv)
             if runs(q, keys, values):
                 o = attention(q, keys, values, start, length, self.scale, mask, first=first)
@@ -91,7 +91,8 @@ class Attention(nn.Module):
                 o = kv_format.attend(q, kv, length, self.scale, mask)
             return self.output(o, gate, residual), kv
         if length:
-            kv = write(reserve(kv, length, k, v, expected=expected), k, v, start)
+            rows = KV(k, v)
+            kv = write(reserve(kv, length, rows, capacity=capacity), rows, start)
             keys, values = Stored(kv.keys), Stored(kv.values)
             o = attention(q, keys, values, start, length, self.scale, mask, first=first)
             return self.output(o, gate, residual), kv

@@ -2,24 +2,12 @@
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.activations import precise_swiglu
+from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated as RMSNormGated
 
 from specmlx.kernels.gated_delta import kernel, prefill
 from specmlx.kernels.linear import added, products
 from specmlx.state.recurrent import Recurrent
 from specmlx.targets.config import HybridConfig
-
-
-class RMSNormGated(nn.Module):
-    """rms_norm(x) * weight * silu(gate), the gate in float32."""
-
-    def __init__(self, dims: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = mx.ones(dims)
-
-    def __call__(self, x: mx.array, gate: mx.array) -> mx.array:
-        return precise_swiglu(x, gate, mx.fast.rms_norm(x, self.weight, self.eps))
 
 
 class GatedDeltaNet(nn.Module):

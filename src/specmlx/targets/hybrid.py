@@ -1,24 +1,24 @@
 """The Qwen3.5-family hybrid: Gated DeltaNet layers with full attention between them, by mlx-lm's names."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.formats.identity import fingerprint
 from specmlx.kernels.gated_delta import STEP
+from specmlx.state import checks
 from specmlx.state.kv import visible
 from specmlx.state.layers import Layer, LayerStates, Origin, Pass
 from specmlx.state.quantized_kv import KVFormat
-from specmlx.targets import stock
+from specmlx.targets import mlx_lm_cache
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import LINEAR, HybridConfig
-from specmlx.targets.drafting import Drafted
 from specmlx.targets.gated_delta import FusedGatedDeltaNet, GatedDeltaNet
 from specmlx.targets.mlp import make_mlp
+from specmlx.targets.target import Target
 from specmlx.targets.weights import sanitize
 
 # Through mlx-lm's interface, passes of up to this many rows are stepped, as decoding is; longer ones are prefill.
@@ -77,28 +77,15 @@ class TextModel(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def logits(self, h: mx.array) -> mx.array:
-        """Logits `[..., V]` of normed hidden rows `[..., D]`, by the tied embedding or the head."""
-        if "lm_head" in self:
-            return self.lm_head(h)
-        return self.model.embed_tokens.as_linear(h)
 
-
-class Model(Drafted, nn.Module):
+class Model(Target):
     """A hybrid target (mlx-lm's `qwen3_5`, `qwen3_5_moe` and `qwen3_next`)."""
 
     def __init__(self, config: HybridConfig):
-        super().__init__()
+        super().__init__(config, state_layers=config.num_hidden_layers)
         self.args = config
         self.model_type = config.model_type
         self.language_model = TextModel(config)
-        # Where its files are, if it was loaded; and what was named, which may be a GGUF file: an MTP head is in it.
-        self.directory: Path | None = None
-        self.source: Path | None = None
-        # What to say of kernels that differ by the number of rows, if the kernels were chosen so.
-        self.kernel_note: str | None = None
-        # The processes that have the other parts of it.
-        self.sharding_group: mx.distributed.Group | None = None
 
     @cached_property
     def fingerprint(self) -> str:
@@ -106,14 +93,6 @@ class Model(Drafted, nn.Module):
         # The kind of rope by both of its names, as conversations that were kept before know it.
         rope = self.args.rope_parameters | {"type": self.args.rope_parameters["rope_type"]}
         return fingerprint(self, replace(self.args, draft_model=None, rope_parameters=rope))
-
-    @property
-    def config(self) -> HybridConfig:
-        return self.args
-
-    @property
-    def vocab_size(self) -> int:
-        return self.args.vocab_size
 
     @property
     def model(self) -> HybridTextModel:
@@ -144,7 +123,9 @@ class Model(Drafted, nn.Module):
 
     def lm_head(self, h: mx.array) -> mx.array:
         """Logits `[..., V]` of hidden rows `[..., D]` that the final norm has seen."""
-        return self.language_model.logits(h)
+        if "lm_head" in self.language_model:
+            return self.language_model.lm_head(h)
+        return self.language_model.model.embed_tokens.as_linear(h)
 
     def new_states(self, batch: int = 1, kv_format: KVFormat | None = None) -> LayerStates:
         """The states of `batch` conversations before their first row, keys and values in `kv_format` from its start on.
@@ -172,25 +153,12 @@ class Model(Drafted, nn.Module):
     def prefill(
         self, states: LayerStates, tokens: mx.array, tap_ids: Sequence[int] = (), step_size: int = 2048
     ) -> Iterator[tuple[mx.array, mx.array | None]]:
-        """Run tokens `[B, L]` that are all kept, and yield each step's tokens and features once it is committed.
+        """See `Target`. `step_size` is rounded up to a multiple of 64. On the CPU rows have the bits of `verify`."""
+        return super().prefill(states, tokens, tap_ids, -(-step_size // STEP) * STEP)
 
-        `step_size` is rounded up to a multiple of 64. On the CPU rows have the bits of `verify`, whatever the steps. No
-        logits are computed.
-        """
-        step_size = -(-step_size // STEP) * STEP
-        while tokens.shape[1]:
-            n = min(step_size, tokens.shape[1], states.room or step_size)
-            step, tokens = tokens[:, :n], tokens[:, n:]
-            _, layers, features = self._rows(states, self.embed_tokens(step), tap_ids, stepped=False)
-            try:
-                states.open(Pass(n, layers, features=features))
-                states.evaluate()
-                states.commit(n)
-            except BaseException:
-                states.abort()
-                raise
-            mx.clear_cache()
-            yield step, features
+    def _prefilled(self, states: LayerStates, step: mx.array, tap_ids: Sequence[int]) -> mx.array | None:
+        _, layers, features = self._rows(states, self.embed_tokens(step), tap_ids, stepped=False)
+        return states.open(Pass(step.shape[1], layers, features=features)).features
 
     def _rows(self, states: LayerStates, h: mx.array, tap_ids: Sequence[int], stepped: bool):
         """Rows after the committed ones: with a tape, or without where all of them will be kept."""
@@ -200,7 +168,7 @@ class Model(Drafted, nn.Module):
 
         def mixer(layer: DecoderLayer, state: Layer) -> Callable:
             if not layer.is_linear:
-                where = dict(start=origin.start, length=origin.length, expected=states.expected, mask=mask)
+                where = dict(start=origin.start, length=origin.length, capacity=states.capacity, mask=mask)
                 return partial(layer.self_attn, kv=state, kv_format=kv_format, **where)
             if stepped:
                 return partial(layer.linear_attn.verify, state=state, count=origin.count)
@@ -235,12 +203,7 @@ class Model(Drafted, nn.Module):
 
     def make_cache(self) -> list:
         """Empty stock mlx-lm caches, one a layer, for mlx-lm's own `generate` and cache files."""
-        return stock.empty_caches([layer.is_linear for layer in self.layers])
-
-    @property
-    def state_layers(self) -> int:
-        """How many layers keep a state."""
-        return len(self.layers)
+        return mlx_lm_cache.empty_caches([layer.is_linear for layer in self.layers])
 
     @property
     def kv_heads(self) -> int:
@@ -251,13 +214,25 @@ class Model(Drafted, nn.Module):
     def _heads(self) -> tuple[int, int]:
         return self.kv_heads, self.config.head_dim
 
+    def check_states(
+        self, tokens: Sequence[int], parts: Iterable[Mapping[int, Layer]], kv_format: KVFormat | None
+    ) -> None:
+        """Raise ValueError where ids and layers, from a file perhaps, can't be those of conversations of this model's.
+
+        parts: of the rows of each, all layers.
+        """
+        checks.check_tokens(tokens, self.vocab_size)
+        empty = dict(enumerate(self.new_states().layers))
+        for layers in parts:
+            checks.check_fit(layers, empty, self._heads, kv_format)
+
     def import_caches(self, caches: list) -> LayerStates:
         """States that hold what stock mlx-lm caches hold."""
-        return stock.import_caches(caches, self.new_states(), self._heads)
+        return mlx_lm_cache.import_caches(caches, self.new_states(), self._heads)
 
     def export_caches(self, states: LayerStates, caches: list) -> None:
         """Write the committed rows into stock mlx-lm caches, in place."""
-        stock.export_caches(states, caches)
+        mlx_lm_cache.export_caches(states, caches)
 
     def __call__(
         self, inputs: mx.array, cache: list | None = None, input_embeddings: mx.array | None = None
@@ -266,12 +241,12 @@ class Model(Drafted, nn.Module):
         h = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
         if cache is None:
             return self.lm_head(self._whole(h)[0])
-        states = stock.import_caches(cache, self.new_states(h.shape[0]), self._heads)
+        states = mlx_lm_cache.import_caches(cache, self.new_states(h.shape[0]), self._heads)
         rows = h.shape[1]
         h, layers, _ = self._rows(states, h, (), rows <= _STEPPED)
         states.open(Pass(rows, layers))
         states.commit(rows)
-        stock.export_caches(states, cache)
+        mlx_lm_cache.export_caches(states, cache)
         return self.lm_head(self.model.norm(h))
 
 

@@ -5,14 +5,23 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from specmlx.state import checks
 from specmlx.state.kv import KV
-from specmlx.state.layers import LayerStates, Pass
+from specmlx.state.layers import LayerStates
 from specmlx.state.recurrent import Recurrent
 
 
 def empty_caches(is_linear: Sequence[bool]) -> list:
     """One empty mlx-lm cache a layer: ArraysCache(2) for Gated DeltaNet, KVCache for attention."""
     return [ArraysCache(size=2) if linear else KVCache() for linear in is_linear]
+
+
+def length_of(caches: list) -> int:
+    """The rows that caches hold. Raises ValueError where they disagree."""
+    lengths = {cache.offset for cache in caches if hasattr(cache, "offset")}
+    if len(lengths) > 1:
+        raise ValueError(f"prompt_cache layers hold different lengths {sorted(lengths)}: they must agree")
+    return max(lengths, default=0)
 
 
 def import_caches(caches: list, states: LayerStates, heads: tuple[int, int]) -> LayerStates:
@@ -23,7 +32,7 @@ def import_caches(caches: list, states: LayerStates, heads: tuple[int, int]) -> 
     """
     if len(caches) != len(states.layers):
         raise ValueError(f"prompt_cache has {len(caches)} layers but the model has {len(states.layers)}")
-    layers, lengths = [], set()
+    layers = []
     for i, (cache, empty) in enumerate(zip(caches, states.layers, strict=True)):
         expected = ArraysCache if isinstance(empty, Recurrent) else KVCache
         if type(cache) is not expected:
@@ -31,10 +40,7 @@ def import_caches(caches: list, states: LayerStates, heads: tuple[int, int]) -> 
                 f"prompt_cache layer {i} is a {type(cache).__name__}: specmlx reads {expected.__name__} there"
             )
         if expected is KVCache:
-            lengths.add(cache.offset)
             layers.append(None if cache.empty() else KV(cache.keys, cache.values))
-            for x in () if cache.empty() else layers[-1]:
-                _check_shape(i, (x.shape[1], x.shape[3]), heads)
         else:
             if len(cache.cache) != 2:
                 raise ValueError(f"prompt_cache layer {i} has {len(cache.cache)} arrays, not the 2 of a state")
@@ -46,20 +52,10 @@ def import_caches(caches: list, states: LayerStates, heads: tuple[int, int]) -> 
             if (S is None) != (conv is None):
                 raise ValueError(f"prompt_cache layer {i} holds half of a state")
             layers.append(empty if S is None else Recurrent(S, conv))
-            _check_shape(
-                i, layers[-1].S.shape[1:] + layers[-1].conv.shape[1:], empty.S.shape[1:] + empty.conv.shape[1:]
-            )
-    if len(lengths) > 1:
-        raise ValueError(f"prompt_cache layers hold different lengths {sorted(lengths)}: they must agree")
-    if length := max(lengths, default=0):
-        states.open(Pass(length, layers))
-        states.commit(length)
-    return states
-
-
-def _check_shape(layer: int, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise ValueError(f"prompt_cache layer {layer} is another model's: its sizes are {found}, not {expected}")
+    length = length_of(caches)
+    held = {i: empty for i, empty in enumerate(states.layers) if layers[i] is not None}
+    checks.check_fit(dict(enumerate(layers)), held, heads, what="prompt_cache layer")
+    return LayerStates.holding(length, layers, states.batch)
 
 
 def export_caches(states: LayerStates, caches: list) -> None:
