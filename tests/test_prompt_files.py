@@ -305,3 +305,15 @@ def test_a_chat_goes_on_from_its_file_and_the_file_can_be_listed_and_cleared(mod
 
 def test_the_demo_is_known_by_the_name_that_earlier_conversations_have():
     assert load("demo", draft_model=None)[0].fingerprint == "b0f39c1101d901063f7f0dc4f9b89db1"
+
+
+def test_conversations_are_kept_under_the_names_of_the_version_before(model, tokenizer, tmp_path):
+    conversation = make_prompt_cache(model)
+    list(stream_generate(model, tokenizer, ids(1, 9), 2, prompt_cache=conversation))
+    save_prompt_cache(tmp_path / "a", conversation)
+    arrays, header = mx.load(str(tmp_path / "a"), format="safetensors", return_metadata=True)
+    linear = [i for i, layer in enumerate(model.layers) if layer.is_linear]
+    names = {
+        f"{i}.{part}" for i in range(len(model.layers)) for part in (("S", "conv") if i in linear else ("kv.0", "kv.1"))
+    }
+    assert arrays.keys() == names and header["format"] == "specmlx-conversation-2"
