@@ -16,10 +16,10 @@ import click
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from specmlx.batch import batch_generate
 from specmlx.demo.export import write_demo
 from specmlx.demo.tasks import held_out_examples
-from specmlx.loading import load, load_drafter
+from specmlx.generation.batch import batch_generate
+from specmlx.loading.load import load, load_drafter
 
 LANES = (1, 2, 4, 8)
 

@@ -15,8 +15,8 @@ import click
 from specmlx import PromptCache
 from specmlx.cli.dialogue import Dialogue
 from specmlx.demo.tasks import held_out_examples
-from specmlx.generation import stream_generate
-from specmlx.loading import load, load_drafter
+from specmlx.generation.generate import stream_generate
+from specmlx.loading.load import load, load_drafter
 
 QUESTIONS = [f"Can you count from {n} up to {n + 11}?" for n in (62, 3, 41, 17, 80, 25)]
 FORMATS = {

@@ -18,12 +18,12 @@ import mlx.core as mx
 
 from specmlx import __version__
 from specmlx.demo.tasks import held_out_examples
-from specmlx.loading import load, load_drafter
+from specmlx.loading.load import load, load_drafter
 
 
 def measure(target, tokenizer, drafters: dict, questions: list[str], max_tokens: int) -> dict:
     """Tokens, rounds and seconds of every question, by (drafter, width); raises SystemExit where texts differ."""
-    from specmlx.generation import stream_generate
+    from specmlx.generation.generate import stream_generate
 
     runs = [("plain", 0, None)]
     runs += [(name, w, d) for name, d in drafters.items() for w in range(1, d.max_width + 1)]

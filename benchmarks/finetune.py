@@ -17,8 +17,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from specmlx.demo.export import write_demo
-from specmlx.loading import load, load_drafter
-from specmlx.receipts.evaluation import Acceptance, evaluate
+from specmlx.evaluation.evaluation import Acceptance, evaluate
+from specmlx.loading.load import load, load_drafter
 from specmlx.targets.hybrid import Model
 from specmlx.training.answers import Dialogue
 from specmlx.training.batches import arrays

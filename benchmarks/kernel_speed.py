@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
+from specmlx.evaluation.machine import known_bandwidth
 from specmlx.kernels.choice.operator import STOCK
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
 from specmlx.kernels.choice.race import race
-from specmlx.receipts.machine import known_bandwidth
 
 SHAPES = {
     "gate, up": (17408, 5120),

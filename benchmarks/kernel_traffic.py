@@ -7,10 +7,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from specmlx.evaluation.chips import chip_named
 from specmlx.kernels import attention, gated_delta
 from specmlx.kernels.attention import Stored
 from specmlx.kernels.quantized_matmul import quantized_matmul, supported
-from specmlx.receipts.chips import chip_named
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 
 import specmlx
+from specmlx.evaluation.machine import this_machine
 from specmlx.kernels.dispatch import on_metal
-from specmlx.receipts.machine import this_machine
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -29,9 +29,9 @@ from worker import programs
 from specmlx import __version__
 from specmlx.demo.export import write_demo
 from specmlx.demo.tasks import held_out_examples
-from specmlx.loading import load
-from specmlx.receipts.benchmark import Spread
-from specmlx.receipts.machine import this_machine
+from specmlx.evaluation.bench import Spread
+from specmlx.evaluation.machine import this_machine
+from specmlx.loading.load import load
 
 REFERENCE = "mlx-lm"
 PEERS = ("mlx-dspark", "dflash", "mlx-vlm")

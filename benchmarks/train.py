@@ -18,8 +18,8 @@ import numpy as np
 
 from specmlx import __version__
 from specmlx.demo.export import write_demo
-from specmlx.loading import load
-from specmlx.receipts.machine import this_machine
+from specmlx.evaluation.machine import this_machine
+from specmlx.loading.load import load
 from specmlx.training.dataset import read_rows
 from specmlx.training.drafter import draft_loss, sample_anchors
 from specmlx.training.geometry import KINDS, drafter_config, mask_token

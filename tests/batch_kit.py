@@ -4,14 +4,14 @@ import mlx.core as mx
 from scripted import Context, right_with
 
 from specmlx import PromptCache
-from specmlx.chat_turns import turns
+from specmlx.decoding.stats import Stats
+from specmlx.decoding.stops import StopStrings
 from specmlx.drafters.proposal import Proposal
-from specmlx.generation import stream_generate
-from specmlx.prompt_cache import make_prompt_cache
-from specmlx.responses import Reply
-from specmlx.scheduler import Job, Scheduler
-from specmlx.speculation.stats import Stats
-from specmlx.speculation.stops import StopStrings
+from specmlx.generation.chat_turns import turns
+from specmlx.generation.generate import stream_generate
+from specmlx.generation.prompt_cache import make_prompt_cache
+from specmlx.generation.responses import Reply
+from specmlx.generation.scheduler import Job, Scheduler
 
 # Below, at and above a step of 64 rows; one token alone.
 PROMPTS = [[7, 8, 9] * 30, [4], [20] * 64, [30, 31] * 33, [5] * 3, list(range(10, 140))]

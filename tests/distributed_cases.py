@@ -8,9 +8,9 @@ import mlx.core as mx
 from rig import generate_tokens
 
 import specmlx
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.shared import SharedWidths, from_first
-from specmlx.state.conversation import Conversation
+from specmlx.cache.conversation import Conversation
+from specmlx.decoding.policy import Policy
+from specmlx.parallel.broadcast import SharedWidths, from_first
 
 # Five tokens: a random target and a random drafter then agree often, yet not always.
 OFTEN = {50: 30, 60: 30, 70: 30, 80: 30, 90: 30}

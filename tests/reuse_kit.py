@@ -4,7 +4,7 @@ import mlx.core as mx
 from rig import collect, tokens
 
 from specmlx import PromptCache
-from specmlx.generation import stream_generate
+from specmlx.generation.generate import stream_generate
 
 # Thoughts are asked for, and dropped from the history.
 CHATML = (

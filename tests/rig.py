@@ -8,10 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from specmlx.speculation import loop
-from specmlx.speculation.stats import Stats
-from specmlx.state.kv import KV
-from specmlx.state.layers import LayerStates
+from specmlx.cache.kv import KV
+from specmlx.cache.layers import LayerStates
+from specmlx.decoding import loop
+from specmlx.decoding.stats import Stats
 from specmlx.targets.checkpoint import cast
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model

@@ -8,15 +8,15 @@ import mlx.core as mx
 import numpy as np
 from rig import generate_tokens
 
+from specmlx.cache.conversation import Conversation
+from specmlx.cache.kv import KV, reserve, write
+from specmlx.cache.layers import LayerStates, Pass
+from specmlx.decoding.joint import Joint
+from specmlx.decoding.loop import Batch, Sequence
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.prefill import prefill
+from specmlx.decoding.stats import Stats
 from specmlx.drafters.proposal import Proposal
-from specmlx.speculation.joint import Joint
-from specmlx.speculation.loop import Batch, Sequence
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.prefill import prefill
-from specmlx.speculation.stats import Stats
-from specmlx.state.conversation import Conversation
-from specmlx.state.kv import KV, reserve, write
-from specmlx.state.layers import LayerStates, Pass
 
 V = 64
 _ROWS = 997

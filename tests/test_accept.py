@@ -8,10 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specmlx.speculation.accept import Outcome, accept_match, accept_rejection
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.processors import make_logits_processors
-from specmlx.speculation.sampling import make_sampler
+from specmlx.decoding.accept import Outcome, accept_match, accept_rejection
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.processors import make_logits_processors
+from specmlx.decoding.sampling import make_sampler
 
 N, V = 200_000, 16
 BOUND = 44.3  # chi-square with 15 degrees of freedom exceeds it once in 10,000

@@ -12,20 +12,20 @@ from mlx.utils import tree_flatten
 from rig import EXPERTS, NEXT, generate_tokens, tiny
 
 import specmlx
+from specmlx.cache.conversation import Conversation
+from specmlx.cache.quantized import KVFormat
+from specmlx.decoding.draft_length import FixedWidth
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.stats import Stats
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.evaluation import account, machine
+from specmlx.evaluation.geometry import drafter_geometry
+from specmlx.evaluation.machine import MEASURED, Bandwidth, Machine, known_bandwidth
+from specmlx.evaluation.roofline import Roofline
+from specmlx.evaluation.tensors import Scheme, draft_groups, scheme_named
 from specmlx.formats.sizes import affine
-from specmlx.receipts import account, machine
-from specmlx.receipts.geometry import drafter_geometry
-from specmlx.receipts.machine import MEASURED, Bandwidth, Machine, known_bandwidth
-from specmlx.receipts.roofline import Roofline
-from specmlx.receipts.tensors import Scheme, draft_groups, scheme_named
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.stats import Stats
-from specmlx.speculation.width import FixedWidth
-from specmlx.state.conversation import Conversation
-from specmlx.state.quantized_kv import KVFormat
 
 MATRICES = {
     "GDN in-projection": "GDN in-projection",

@@ -19,12 +19,12 @@ from specmlx import (
     make_logits_processors,
     make_sampler,
 )
+from specmlx.cache.layers import LayerStates
+from specmlx.cache.store import usable_memory
+from specmlx.decoding.mixed_policy import Policies
+from specmlx.decoding.policy import Policy
 from specmlx.drafters.proposal import Proposal
-from specmlx.generation import stream_generate
-from specmlx.speculation.mixed_policy import Policies
-from specmlx.speculation.policy import Policy
-from specmlx.state.layers import LayerStates
-from specmlx.state.store import usable_memory
+from specmlx.generation.generate import stream_generate
 from specmlx.targets.hybrid import Model
 
 

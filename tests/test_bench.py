@@ -9,14 +9,14 @@ from demo_kit import write_model
 from specmlx import PromptCache
 from specmlx.cli import main
 from specmlx.cli.bench_report import lines
-from specmlx.generation import stream_generate
-from specmlx.loading import load
-from specmlx.receipts.benchmark import AlwaysWrong, Sample, Spread, answer, differing, measure, table
-from specmlx.receipts.machine import this_machine
-from specmlx.receipts.suites import SUITES, suite
-from specmlx.speculation.sampling import make_sampler
-from specmlx.speculation.stats import Stats
-from specmlx.speculation.timer import host_share
+from specmlx.decoding.sampling import make_sampler
+from specmlx.decoding.stats import Stats
+from specmlx.decoding.timer import host_share
+from specmlx.evaluation.bench import AlwaysWrong, Sample, Spread, answer, differing, measure, table
+from specmlx.evaluation.machine import this_machine
+from specmlx.evaluation.suites import SUITES, suite
+from specmlx.generation.generate import stream_generate
+from specmlx.loading.load import load
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
-from specmlx.catalog import KNOWN, billions
-from specmlx.choosing import choose_drafter
 from specmlx.cli import main
 from specmlx.cli.models import for_models
 from specmlx.drafters.ngram import NGram
-from specmlx.generation import stream_generate
-from specmlx.hub import PATTERNS, base_models, cached_id, cached_repos, download
-from specmlx.loading import load, load_drafter, resolve
+from specmlx.generation.generate import stream_generate
+from specmlx.loading.auto_drafter import choose_drafter
+from specmlx.loading.catalog import KNOWN, billions
+from specmlx.loading.hub import PATTERNS, base_models, cached_id, cached_repos, download
+from specmlx.loading.load import load, load_drafter, resolve
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

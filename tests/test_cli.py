@@ -13,9 +13,9 @@ from demo_kit import OFTEN, write_model
 import specmlx
 from specmlx.cli import main
 from specmlx.cli.generate import PROMPT
+from specmlx.decoding.stats import Stats
 from specmlx.formats.checkpoint import read_config
-from specmlx.responses import GenerationResponse, summary
-from specmlx.speculation.stats import Stats
+from specmlx.generation.responses import GenerationResponse, summary
 
 FIELDS = """text tokens prompt_tokens cached_tokens generation_tokens rounds draft_passes proposed accepted
     acceptance_length accept_histogram prefill_seconds decode_seconds phases prompt_tps generation_tps end_to_end_tps

@@ -19,12 +19,12 @@ from rig import EXPERTS, NEXT, TINY, by_steps, mlx_lm_twin, same_bits, small_tok
 
 import specmlx
 from specmlx.cli import main
-from specmlx.conversion import convert
+from specmlx.decoding.stats import Stats
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.written import plain_config
 from specmlx.formats.checkpoint import read_config
-from specmlx.loading import load, resolve
-from specmlx.speculation.stats import Stats
+from specmlx.loading.convert import convert
+from specmlx.loading.load import load, resolve
 
 GOLDENS = Path(__file__).parent / "goldens"
 SMALL = {"num_hidden_layers": 4, "full_attention_interval": 2}
@@ -139,7 +139,7 @@ def test_a_run_that_fails_or_is_interrupted_leaves_nothing(tmp_path):
 def test_a_run_that_is_killed_leaves_no_directory_of_that_name_and_the_next_one_cleans_up(tmp_path):
     code = f"""
 import os, signal
-from specmlx.conversion import convert
+from specmlx.loading.convert import convert
 convert("demo", {str(tmp_path / "out")!r}, progress=lambda done, total: os.kill(os.getpid(), signal.SIGKILL))
 """
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

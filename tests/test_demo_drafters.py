@@ -11,11 +11,11 @@ from click.testing import CliRunner
 from mlx.utils import tree_flatten
 
 import specmlx.demo
-from specmlx.batch import batch_generate
 from specmlx.cli import main
 from specmlx.demo.drafting import DRAFTERS, measure, run, same_slots
 from specmlx.demo.tasks import held_out_examples
-from specmlx.loading import load, load_drafter
+from specmlx.generation.batch import batch_generate
+from specmlx.loading.load import load, load_drafter
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from drafter_kit import HIDDEN, VOCAB, Greedy, golden_drafter
 
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
 from specmlx.kernels.draft_head import best_path
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
 
 
 class AsIs(Greedy):

@@ -14,9 +14,9 @@ import pytest
 
 import specmlx
 from specmlx.cli import doctor as command
-from specmlx.receipts import doctor
-from specmlx.receipts.doctor import Demo, Diagnosis, HubCache
-from specmlx.receipts.machine import MEASURED, Bandwidth, Machine
+from specmlx.evaluation import doctor
+from specmlx.evaluation.doctor import Demo, Diagnosis, HubCache
+from specmlx.evaluation.machine import MEASURED, Bandwidth, Machine
 
 MAC = Diagnosis(
     versions={"specmlx": "0.1.0"},

@@ -10,6 +10,8 @@ from drafter_kit import HIDDEN, VOCAB, Greedy, golden_drafter
 from mlx.utils import tree_flatten
 from rig import tiny, tokens
 
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
 from specmlx.drafters.markov import MarkovHead
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.ngram import NGram
@@ -17,8 +19,6 @@ from specmlx.drafters.settings import FREQUENCIES, DraftSettings, default_quanti
 from specmlx.drafters.vocabulary import DraftVocabulary, dense_rows, take_rows
 from specmlx.formats.scaled import read_scaled
 from specmlx.formats.scaled_linear import ScaledLinear, place
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
 
 IDS = [7, 90, 3, 55, 12, 41, 8, 77, 20, 33, 64, 5]
 

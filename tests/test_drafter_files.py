@@ -16,7 +16,7 @@ from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.written import plain_config
-from specmlx.inspection import inspect_path
+from specmlx.loading.inspect import inspect_path
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.hybrid import Model
 

@@ -6,10 +6,10 @@ import pytest
 from drafter_kit import HIDDEN, VOCAB, golden_drafter
 from test_draft_settings import shown
 
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
 from specmlx.drafters.settings import DraftSettings
 from specmlx.kernels import dispatch
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
 
 SIMULATOR = msl.Simulator()
 POLICIES = {

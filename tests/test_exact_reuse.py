@@ -13,9 +13,9 @@ from scripted import ScriptedDrafter, right_with
 
 import specmlx
 from specmlx import PromptCache
+from specmlx.cache.conversation import Conversation
+from specmlx.cache.snapshots import restore, take
 from specmlx.cli.dialogue import Dialogue
-from specmlx.state.conversation import Conversation
-from specmlx.state.prefix import restore, take
 
 FORMATS = {"fp32": mx.float32, "bf16": mx.bfloat16, "4-bit": mx.float32}
 

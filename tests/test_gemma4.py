@@ -11,11 +11,11 @@ from mlx_lm.models import gemma4_text
 from rig import generate_tokens, same_bits
 from test_drafter_goldens import observe_rows, observe_verified, replay
 
+from specmlx.cache.conversation import Conversation
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.stats import Stats
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.pairing import check_pair
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.stats import Stats
-from specmlx.state.conversation import Conversation
 from specmlx.targets.any_lm import AnyLM
 
 HERE = Path(__file__).parent / "goldens" / "gemma4"

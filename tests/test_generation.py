@@ -31,9 +31,9 @@ from rig import (
 from scripted import ScriptedDrafter, all_right, all_wrong, right_with, wrong_at
 
 import specmlx
-from specmlx.generation import GenerationResponse, generate, stream_generate
-from specmlx.prompt_cache import make_prompt_cache
-from specmlx.speculation.sampling import make_sampler
+from specmlx.decoding.sampling import make_sampler
+from specmlx.generation.generate import GenerationResponse, generate, stream_generate
+from specmlx.generation.prompt_cache import make_prompt_cache
 
 PROMPTS = [[7, 8, 9] * 30, [4], [11, 12, 13], [20] * 70]
 
@@ -314,7 +314,7 @@ def snapshot():
     return found
 
 before, device, stream = snapshot(), mx.default_device(), mx.default_stream(mx.default_device())
-import specmlx, specmlx.generation
+import specmlx, specmlx.generation.generate
 sys.path[:0] = [TESTS]
 from rig import small_tokenizer, tiny
 import tempfile

@@ -12,9 +12,9 @@ import pytest
 from rig import small_tokenizer
 
 import specmlx
-from specmlx.conversion import convert
 from specmlx.formats.gguf import TYPES, read_gguf
 from specmlx.formats.gguf_blocks import BITS, DENSE, to_mlx
+from specmlx.loading.convert import convert
 from specmlx.targets.checkpoint import load_target
 
 GOLDENS = Path(__file__).parent / "goldens" / "gguf"

@@ -25,8 +25,8 @@ from mlx_lm.utils import _get_classes
 from rig import small_tokenizer
 
 import specmlx
-from specmlx.conversion import convert
-from specmlx.inspection import inspect_path
+from specmlx.loading.convert import convert
+from specmlx.loading.inspect import inspect_path
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
 

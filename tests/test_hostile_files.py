@@ -16,8 +16,8 @@ import pytest
 from mlx_lm.utils import save_config, save_model
 from rig import TINY, mlx_lm_twin, small_tokenizer, tiny
 
-from specmlx.inspection import inspect_path
-from specmlx.loading import load, load_drafter, resolve
+from specmlx.loading.inspect import inspect_path
+from specmlx.loading.load import load, load_drafter, resolve
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.gguf_tokenizer import tokenizer_files
 

@@ -16,9 +16,9 @@ from rig import EXPERTS, TINY, mlx_lm_twin, tiny
 
 from specmlx.cli import main
 from specmlx.formats.remote import remote_header
-from specmlx.hub import remote_repo
-from specmlx.inspection import inspect_path
-from specmlx.loading import resolve
+from specmlx.loading.hub import remote_repo
+from specmlx.loading.inspect import inspect_path
+from specmlx.loading.load import resolve
 
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2}
 GOLDENS = Path(__file__).parent / "goldens"

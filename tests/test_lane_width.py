@@ -9,16 +9,16 @@ from rig import SMALL, mlx_lm_twin, small_tokenizer, tiny
 from scripted import ScriptedDrafter, all_right
 
 from specmlx import batch_generate, generate, load
-from specmlx.draft_options import choose_width
-from specmlx.responses import Reply
-from specmlx.scheduler import Job, Scheduler
-from specmlx.speculation.costs import Costs, costs_file
-from specmlx.speculation.costs import load as load_costs
-from specmlx.speculation.lane_width import LaneWidths
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.stats import Stats
-from specmlx.speculation.stops import StopStrings
-from specmlx.speculation.width import AutoWidth
+from specmlx.decoding.costs import Costs, costs_file
+from specmlx.decoding.costs import load as load_costs
+from specmlx.decoding.draft_length import AutoWidth
+from specmlx.decoding.lane_width import LaneWidths
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.stats import Stats
+from specmlx.decoding.stops import StopStrings
+from specmlx.generation.draft_options import choose_width
+from specmlx.generation.responses import Reply
+from specmlx.generation.scheduler import Job, Scheduler
 from specmlx.targets.any_lm import AnyLM
 
 MOST = 7

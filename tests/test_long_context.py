@@ -19,13 +19,13 @@ from scripted import ScriptedDrafter, right_with
 
 import specmlx
 from specmlx import PromptCache
+from specmlx.cache.conversation import Conversation
+from specmlx.cache.quantized import KVFormat, QuantizedKV
 from specmlx.cli import main
-from specmlx.generation import stream_generate
-from specmlx.limits import check_memory
-from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from specmlx.speculation.prefill import prefill
-from specmlx.state.conversation import Conversation
-from specmlx.state.quantized_kv import KVFormat, QuantizedKV
+from specmlx.decoding.prefill import prefill
+from specmlx.generation.context_limits import check_memory
+from specmlx.generation.generate import stream_generate
+from specmlx.generation.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from specmlx.targets.hybrid import Model
 
 VARIANTS = {"fp32": {}, "bf16": dict(dtype=mx.bfloat16), "4-bit": dict(bits=4)}

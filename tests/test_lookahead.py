@@ -17,19 +17,19 @@ from scripted import (
     wrong_at,
 )
 
+from specmlx.cache.conversation import Conversation
+from specmlx.cache.kv import KV, reserve, write
+from specmlx.cache.layers import LayerStates
+from specmlx.decoding.accept import Outcome
+from specmlx.decoding.drafting import observe
+from specmlx.decoding.loop import Batch, Sequence
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.processors import make_logits_processors
+from specmlx.decoding.sampling import make_sampler
+from specmlx.decoding.stats import Stats
 from specmlx.demo.tasks import held_out_examples
-from specmlx.generation import stream_generate
-from specmlx.loading import load, load_drafter
-from specmlx.speculation.accept import Outcome
-from specmlx.speculation.drafting import observe
-from specmlx.speculation.loop import Batch, Sequence
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.processors import make_logits_processors
-from specmlx.speculation.sampling import make_sampler
-from specmlx.speculation.stats import Stats
-from specmlx.state.conversation import Conversation
-from specmlx.state.kv import KV, reserve, write
-from specmlx.state.layers import LayerStates
+from specmlx.generation.generate import stream_generate
+from specmlx.loading.load import load, load_drafter
 
 PENALTIES = dict(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, logit_bias={5: 1.0})
 
@@ -264,7 +264,7 @@ def test_a_conversation_is_taken_over_while_a_round_of_another_thread_is_under_w
     target, drafters, prompt, tokenizer = demo
 
     def text(start, pool, taken):
-        from specmlx.generation import make_prompt_cache
+        from specmlx.generation.generate import make_prompt_cache
 
         cache = make_prompt_cache(target)
         tokens = stream_generate(target, tokenizer, start, 40, drafters["dspark"], prompt_cache=cache)

@@ -20,9 +20,9 @@ from scripted import (
     wrong_at,
 )
 
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.processors import make_logits_processors
-from specmlx.speculation.sampling import make_sampler
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.processors import make_logits_processors
+from specmlx.decoding.sampling import make_sampler
 
 pytestmark = pytest.mark.usefixtures("batch_size")
 

@@ -11,21 +11,21 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear
 from rig import generate_tokens
 
+from specmlx.cache.conversation import Conversation
+from specmlx.cache.quantized import KVFormat
 from specmlx.cli import parity_report
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.ngram import NGram
+from specmlx.evaluation.parity import verdicts, verdicts_by_choice
 from specmlx.kernels import dispatch
 from specmlx.kernels.choice.operator import STOCK
 from specmlx.kernels.choice.table import Outcome, Table
 from specmlx.kernels.chosen import choose_kernels, restore, run_by_mlx
 from specmlx.kernels.dispatch import Chooser
 from specmlx.kernels.linear import CHOSEN, in_blocks
-from specmlx.receipts.parity import verdicts, verdicts_by_choice
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
-from specmlx.state.conversation import Conversation
-from specmlx.state.quantized_kv import KVFormat
 
 # One layer of each kind, with heads that the attention kernel takes.
 LAYERS = dict(num_hidden_layers=2, full_attention_interval=2, head_dim=64)

@@ -13,13 +13,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from publishers import fp4_values, fp8_values, random_fp8, tensor, write_safetensors
 from rig import EXPERTS, generate_tokens, tiny, tokens
 
+from specmlx.cache.conversation import Conversation
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.proposal import Joinable, Packable
-from specmlx.loading import load_drafter
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
-from specmlx.state.conversation import Conversation
+from specmlx.loading.load import load_drafter
 from specmlx.targets.checkpoint import load_target
 from specmlx.training.drafter import DraftLoss
 from specmlx.training.mtp import mtp_loss

@@ -15,13 +15,13 @@ from mlx_lm.models.cache import load_prompt_cache as stock_load
 from rig import SMALL, mlx_lm_twin, small_tokenizer, tiny
 
 from specmlx import PromptCache
+from specmlx.cache.files import CONVERSATION, PROMPTS
 from specmlx.cli import main
 from specmlx.formats.checkpoint import safetensors
 from specmlx.formats.sealed import load_sealed, save_sealed
-from specmlx.generation import stream_generate
-from specmlx.loading import load
-from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from specmlx.state.files import CONVERSATION, PROMPTS
+from specmlx.generation.generate import stream_generate
+from specmlx.generation.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from specmlx.loading.load import load
 
 VALUES = [None, True, -1, 0, 1, 3, 71, 1 << 31, 1 << 70, 0.5, "", "x", "71", [], [[]], {}, [1] * 9, [-1], {"a": 1}]
 IDS = [*range(3, 74)]

@@ -24,7 +24,7 @@ from mlx_lm.utils import _get_classes
 from test_gguf_models import IDS, KINDS, hugging_faces
 from test_mutated_caches import little_memory, one_line  # noqa: F401
 
-from specmlx.inspection import inspect_path
+from specmlx.loading.inspect import inspect_path
 from specmlx.targets.checkpoint import load_target
 
 VALUES = [True, False, 0, 1, 2, 3, 4, 1 << 31, (1 << 32) - 1, 0.5, 2.0, -1.0, 1e38, 1e-45, math.nan, math.inf]

@@ -11,8 +11,8 @@ from test_mutated_caches import mutated, one_line
 from transformers import AutoTokenizer
 
 from specmlx.cli.template import render
-from specmlx.generation import generate
-from specmlx.loading import load
+from specmlx.generation.generate import generate
+from specmlx.loading.load import load
 
 TEXT = "Count from 3 to 7, then say \x00 世🙂.\n"
 

@@ -7,13 +7,13 @@ import pytest
 from drafter_kit import Greedy
 from rig import generate_tokens, tiny
 
+from specmlx.cache.conversation import Conversation
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
+from specmlx.decoding.stats import Stats
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.proposal import Drafter, Joinable, Packable
-from specmlx.loading import load_drafter
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
-from specmlx.speculation.stats import Stats
-from specmlx.state.conversation import Conversation
+from specmlx.loading.load import load_drafter
 
 
 def naive(text: list[int], width: int, longest: int) -> tuple[list[int], int]:

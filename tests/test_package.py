@@ -68,3 +68,23 @@ def test_every_mlx_lm_name_in_the_source_exists():
             except ImportError:
                 missing.append(f"{module}.{name}")
     assert missing == []
+
+
+# A folder imports those before it, and those that share its line.
+ORDER = [{"formats"}, {"kernels"}, {"cache"}, {"drafters", "targets"}, {"decoding"}, {"parallel"}, {"loading"}]
+ORDER += [{"generation"}, {"evaluation"}, {"training"}, {"cli"}]
+
+
+def test_imports_run_downward():
+    rank = {folder: i for i, level in enumerate(ORDER) for folder in level}
+    # The demo is data that is measured, and what measures it.
+    assert {path.name for path in SOURCE.iterdir() if path.is_dir()} - {"__pycache__", "demo", "receipts"} == set(rank)
+    upward = []
+    for path in SOURCE.rglob("*.py"):
+        folder = path.relative_to(SOURCE).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            imported = module.split(".")[1] if module.startswith("specmlx.") else folder
+            if folder in rank and imported in rank and rank[imported] > rank[folder]:
+                upward.append(f"{path.relative_to(SOURCE)} imports {module}")
+    assert upward == []

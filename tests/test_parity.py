@@ -13,11 +13,11 @@ from demo_kit import OFTEN, write, write_model
 
 import specmlx
 from specmlx.cli import main
+from specmlx.decoding.stats import Stats
 from specmlx.demo.export import write_demo
+from specmlx.evaluation import parity
+from specmlx.evaluation.parity import Decoded, Difference, Verdict
 from specmlx.formats.checkpoint import read_config
-from specmlx.receipts import parity
-from specmlx.receipts.parity import Decoded, Difference, Verdict
-from specmlx.speculation.stats import Stats
 
 STATS = Stats("speculative", None, 2, 6, 3, 5, [1, 0, 0, 1])
 

@@ -7,8 +7,8 @@ import click
 import pytest
 from demo_kit import TOKENIZER
 
-from specmlx.generation import stream_generate
-from specmlx.loading import load, load_drafter
+from specmlx.generation.generate import stream_generate
+from specmlx.loading.load import load, load_drafter
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -12,7 +12,7 @@ from publishers import as_published, modelopt, tensor, write_safetensors
 from rig import TINY, mlx_lm_twin, tiny, tokens
 from test_any_lm import SIZES, random_lm
 
-from specmlx.loading import load
+from specmlx.loading.load import load
 from specmlx.targets.checkpoint import load_target
 
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2}

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 from mlx_lm import sample_utils
 
+from specmlx.decoding.policy import Policy, normalise
+from specmlx.decoding.processors import make_logits_processors
+from specmlx.decoding.rng import Noise
+from specmlx.decoding.sampling import make_sampler
 from specmlx.drafters.proposal import among
-from specmlx.speculation.noise import Noise
-from specmlx.speculation.policy import Policy, normalise
-from specmlx.speculation.processors import make_logits_processors
-from specmlx.speculation.sampling import make_sampler
 
 V, WIDTH, LENGTH = 12, 4, 60
 PROMPT = [3, 1, 4]

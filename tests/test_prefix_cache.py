@@ -8,8 +8,8 @@ from scripted import ScriptedDrafter, right_with
 
 import specmlx
 from specmlx import PromptCache
-from specmlx.generation import stream_generate
-from specmlx.state.prefix import prefill_chunks
+from specmlx.cache.snapshots import prefill_chunks
+from specmlx.generation.generate import stream_generate
 from specmlx.targets.any_lm import AnyLM
 
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors as mlx_lm_processors
 
-from specmlx.speculation.processors import make_logits_processors
+from specmlx.decoding.processors import make_logits_processors
 
 V = 23
 SETTINGS = [

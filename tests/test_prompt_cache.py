@@ -11,8 +11,8 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from rig import SMALL, collect, leaves, mlx_lm_twin, offsets, plain_ids, same_bits, small_tokenizer, stock_leaves, tiny
 from scripted import ScriptedDrafter, all_right, right_with
 
-from specmlx.generation import generate, stream_generate
-from specmlx.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from specmlx.generation.generate import generate, stream_generate
+from specmlx.generation.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 # Long and short ones.
 PROMPTS = [[7, 8, 9] * 30, [4], [11, 12, 13], [20] * 70]

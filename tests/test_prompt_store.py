@@ -9,10 +9,10 @@ from reuse_kit import after, ids, run
 from rig import SMALL, prefilled, small_tokenizer, tiny, tokens
 
 from specmlx import PromptCache
-from specmlx.generation import stream_generate
-from specmlx.state.conversation import Conversation
-from specmlx.state.prefix import take
-from specmlx.state.store import CHECKPOINT
+from specmlx.cache.conversation import Conversation
+from specmlx.cache.snapshots import take
+from specmlx.cache.store import CHECKPOINT
+from specmlx.generation.generate import stream_generate
 
 
 @pytest.fixture(scope="module")

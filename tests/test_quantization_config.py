@@ -12,8 +12,8 @@ from publishers import as_published, tensor, write_safetensors
 from rig import TINY, tiny, tokens
 from test_any_lm import SIZES, random_lm
 
-from specmlx.inspection import inspect_path
-from specmlx.loading import load
+from specmlx.loading.inspect import inspect_path
+from specmlx.loading.load import load
 from specmlx.targets.checkpoint import load_target
 
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2}

@@ -6,8 +6,8 @@ from batch_kit import COUNTS, PROMPTS, KnowsTheTexts, ids_alone, in_lanes
 from rig import SMALL, mlx_lm_twin, same_bits, small_tokenizer, tiny
 
 from specmlx import Engine, PromptCache, batch_generate, generate, load
-from specmlx.speculation.policy import Policy
-from specmlx.state.quantized_kv import KVFormat, QuantizedKV
+from specmlx.cache.quantized import KVFormat, QuantizedKV
+from specmlx.decoding.policy import Policy
 from specmlx.targets.any_lm import AnyLM
 
 VARIANTS = {"fp32": {}, "bf16": dict(dtype=mx.bfloat16), "4-bit": dict(bits=4)}

@@ -8,8 +8,8 @@ import pytest
 from msl import Simulator
 from quantized_kit import FORMATS, inputs, weights
 
+from specmlx.evaluation.chips import chip_named
 from specmlx.kernels import quantized_matmul as kernels
-from specmlx.receipts.chips import chip_named
 
 BOUNDED = [name for name in FORMATS if name.startswith(("affine4", "affine8", "nv", "mx"))]
 

@@ -15,10 +15,10 @@ import pytest
 from click.testing import CliRunner
 
 from specmlx.cli import main
-from specmlx.receipts.chips import CHIPS, chip_named
-from specmlx.receipts.geometry import TARGETS, published_drafter, stored_format
-from specmlx.receipts.roofline import Roofline
-from specmlx.receipts.tensors import scheme_named, target_groups
+from specmlx.evaluation.chips import CHIPS, chip_named
+from specmlx.evaluation.geometry import TARGETS, published_drafter, stored_format
+from specmlx.evaluation.roofline import Roofline
+from specmlx.evaluation.tensors import scheme_named, target_groups
 
 QWEN = TARGETS["qwen3.8-27b"]
 SPLASH = Roofline(QWEN, scheme_named("affine-4"), published_drafter("dflash2", QWEN), kv="int8", splash=True)

@@ -17,7 +17,7 @@ from specmlx.cli import main
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.rope import Rotary
 from specmlx.formats.rope import rotary_dims
-from specmlx.limits import context_limit
+from specmlx.generation.context_limits import context_limit
 from specmlx.targets.attention import Attention
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import HybridConfig, check_target

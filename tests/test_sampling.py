@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from mlx_lm import sample_utils
 
-from specmlx.speculation.noise import DOMAINS, Noise
-from specmlx.speculation.policy import normalise
-from specmlx.speculation.sampling import make_sampler
+from specmlx.decoding.policy import normalise
+from specmlx.decoding.rng import DOMAINS, Noise
+from specmlx.decoding.sampling import make_sampler
 
 V = 40
 

@@ -16,14 +16,14 @@ from publishers import as_published, modelopt, write_safetensors
 from rig import TINY, mlx_lm_twin, same_bits, tiny
 from test_any_lm import SIZES, random_lm
 
-from specmlx.conversion import convert
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.mtp import MTPHead
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.formats.checkpoint import read_weights, tensors_of
 from specmlx.formats.header import read_header
-from specmlx.inspection import inspect_path
-from specmlx.places import resolve
+from specmlx.loading.convert import convert
+from specmlx.loading.inspect import inspect_path
+from specmlx.loading.resolve import resolve
 from specmlx.targets.checkpoint import load_target
 
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2}

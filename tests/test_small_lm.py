@@ -9,13 +9,13 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import gemma3_text, llama, qwen3_5
 from rig import TINY, generate_tokens, tiny
 
+from specmlx.cache.conversation import Conversation
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
 from specmlx.drafters.pairing import check_pair
 from specmlx.drafters.proposal import Drafter
 from specmlx.drafters.small_lm import SmallLM
-from specmlx.loading import load_drafter
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
-from specmlx.state.conversation import Conversation
+from specmlx.loading.load import load_drafter
 
 LLAMA = {
     "model_type": "llama",

@@ -8,10 +8,10 @@ import mlx.core as mx
 import pytest
 from drafter_kit import Greedy, StandInTarget, write_drafter
 
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.config import DrafterConfig
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
 
 GOLDENS = Path(__file__).parent / "goldens" / "speculators"
 CASES = ["dflash", "dflash_reduced", "dflash2", "dspark", "dspark_bidirectional", "dspark_rnn"]

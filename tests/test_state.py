@@ -7,9 +7,9 @@ import mlx.core as mx
 import pytest
 from rig import by_steps, in_rounds, leaves, mlx_lm_twin, prefilled, same_bits, stock_leaves, tiny, tokens
 
-from specmlx.state.kv import KV
-from specmlx.state.layers import LayerStates, Origin
-from specmlx.state.recurrent import Recurrent
+from specmlx.cache.kv import KV
+from specmlx.cache.layers import LayerStates, Origin
+from specmlx.cache.recurrent import Recurrent
 
 # Two layers of each kind.
 SMALL = dict(num_hidden_layers=4, full_attention_interval=2)

@@ -28,9 +28,9 @@ from rig import (
     tokens,
 )
 
-from specmlx.speculation.policy import Policy
-from specmlx.state.conversation import Conversation
-from specmlx.state.layers import LayerStates
+from specmlx.cache.conversation import Conversation
+from specmlx.cache.layers import LayerStates
+from specmlx.decoding.policy import Policy
 from specmlx.targets.config import FULL, LINEAR, HybridConfig
 from specmlx.targets.hybrid import Model
 from specmlx.targets.weights import sanitize

@@ -14,9 +14,9 @@ from scripted import ScriptedDrafter, all_right, all_wrong, right_with, wrong_at
 from test_any_lm import SIZES, random_lm
 
 import specmlx
+from specmlx.decoding.stops import StopStrings
 from specmlx.formats.checkpoint import eos_token_ids
-from specmlx.generation import generate, stream_generate
-from specmlx.speculation.stops import StopStrings
+from specmlx.generation.generate import generate, stream_generate
 from specmlx.targets.hybrid import Model
 
 STORY = "🙂 the 漢字 and 👨‍👩‍👧 čeština: naïve\n\nthe  cat ⛵ jumps — ok"

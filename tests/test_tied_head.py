@@ -13,7 +13,7 @@ from publishers import as_published, modelopt, tensor, write_safetensors
 from rig import TINY, mlx_lm_twin, same_bits, tiny, tokens
 from test_any_lm import SIZES, random_lm
 
-from specmlx.conversion import convert
+from specmlx.loading.convert import convert
 from specmlx.targets.checkpoint import load_target
 
 SMALL = {"num_hidden_layers": 2, "full_attention_interval": 2}

@@ -25,14 +25,14 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from specmlx.cli import main
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.stats import Stats
 from specmlx.demo.export import write_demo
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
-from specmlx.generation import stream_generate
-from specmlx.loading import load, load_drafter
-from specmlx.receipts.evaluation import Acceptance
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.stats import Stats
+from specmlx.evaluation.evaluation import Acceptance
+from specmlx.generation.generate import stream_generate
+from specmlx.loading.load import load, load_drafter
 from specmlx.targets.config import HybridConfig
 from specmlx.training.answers import Answers, Dialogue, distinct_3grams
 from specmlx.training.batches import Batches

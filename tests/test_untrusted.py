@@ -95,7 +95,7 @@ def test_a_tokenizers_class_is_a_tokenizer_so_that_no_answer_on_stdin_runs_code(
 
 @pytest.mark.parametrize("name", ["owner/name", "demo/dspark", "missing", "owner/name@main", "\0"])
 def test_a_cache_files_model_is_taken_by_name_only_where_it_is_here(saved, name, monkeypatch):
-    monkeypatch.setattr("specmlx.places.download", None)
+    monkeypatch.setattr("specmlx.loading.resolve.download", None)
     assert f"belongs to the model {name}".rstrip("\0 ") in refused("generate", "--prompt-cache-file", saved(model=name))
 
 
@@ -108,7 +108,7 @@ def test_a_cache_goes_on_with_its_model_where_that_is_a_directory_here(saved, di
 
 def test_a_drafter_that_a_config_names_is_never_downloaded(directory, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr("specmlx.places.download", lambda *args: asked.append(args) or directory / "dspark")
+    monkeypatch.setattr("specmlx.loading.resolve.download", lambda *args: asked.append(args) or directory / "dspark")
     copy = shutil.copytree(directory, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"draft_model": "owner/name"}))

@@ -12,11 +12,11 @@ from demo_kit import OFTEN, write_model
 
 import specmlx
 from specmlx.cli import main
-from specmlx.generation import GenerationResponse
-from specmlx.receipts.trace import Recorder, Trace, TracedRound, TracedToken, read_trace, write_trace
-from specmlx.receipts.view.charts import bars, lines, ticks
-from specmlx.receipts.view.page import nbytes, page, seconds
-from specmlx.speculation.stats import Stats
+from specmlx.decoding.stats import Stats
+from specmlx.evaluation.trace import Recorder, Trace, TracedRound, TracedToken, read_trace, write_trace
+from specmlx.evaluation.view.charts import bars, lines, ticks
+from specmlx.evaluation.view.page import nbytes, page, seconds
+from specmlx.generation.generate import GenerationResponse
 
 EVIL = "</span><script>window.bad = 1</script><img src=x onerror='window.bad = 2'>&lt;b&gt;"
 LONG = "word" * 60

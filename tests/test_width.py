@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 from scripted import PROMPT, TEXT, DraftingTarget, Run, ScriptedDrafter, all_wrong, drafter, oracle, right_with
 
-from specmlx.speculation.costs import Costs, costs_file, load, save
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
-from specmlx.speculation.timer import round_seconds
-from specmlx.speculation.width import AutoWidth, FixedWidth, Survival, best_width, expected_tokens
+from specmlx.decoding.costs import Costs, costs_file, load, save
+from specmlx.decoding.draft_length import AutoWidth, FixedWidth, Survival, best_width, expected_tokens
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
+from specmlx.decoding.timer import round_seconds
 
 # Seconds of a pass with T rows: one read of the weights, one read for every five rows (stock mlx), one for each row.
 CURVES = {

@@ -21,7 +21,7 @@ from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH2
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.settings import FREQUENCIES
-from specmlx.loading import load
+from specmlx.loading.load import load
 from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model

@@ -7,44 +7,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specmlx.batch import BatchResponse, batch_generate
+    from specmlx.cache.store import PromptCache
+    from specmlx.decoding.processors import make_logits_processors
+    from specmlx.decoding.sampling import make_sampler
     from specmlx.drafters.pairing import check_pair
-    from specmlx.engine import Engine, QueueFull
-    from specmlx.generation import generate, stream_generate
-    from specmlx.loading import load, load_drafter
-    from specmlx.prompt_cache import (
+    from specmlx.generation.batch import BatchResponse, batch_generate
+    from specmlx.generation.engine import Engine, QueueFull
+    from specmlx.generation.generate import generate, stream_generate
+    from specmlx.generation.prompt_cache import (
         can_trim_prompt_cache,
         load_prompt_cache,
         make_prompt_cache,
         save_prompt_cache,
         trim_prompt_cache,
     )
-    from specmlx.responses import GenerationResponse
-    from specmlx.speculation.processors import make_logits_processors
-    from specmlx.speculation.sampling import make_sampler
-    from specmlx.state.store import PromptCache
+    from specmlx.generation.responses import GenerationResponse
+    from specmlx.loading.load import load, load_drafter
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "BatchResponse": "specmlx.batch",
-    "Engine": "specmlx.engine",
-    "GenerationResponse": "specmlx.responses",
-    "PromptCache": "specmlx.state.store",
-    "QueueFull": "specmlx.engine",
-    "batch_generate": "specmlx.batch",
-    "can_trim_prompt_cache": "specmlx.prompt_cache",
+    "BatchResponse": "specmlx.generation.batch",
+    "Engine": "specmlx.generation.engine",
+    "GenerationResponse": "specmlx.generation.responses",
+    "PromptCache": "specmlx.cache.store",
+    "QueueFull": "specmlx.generation.engine",
+    "batch_generate": "specmlx.generation.batch",
+    "can_trim_prompt_cache": "specmlx.generation.prompt_cache",
     "check_pair": "specmlx.drafters.pairing",
-    "generate": "specmlx.generation",
-    "load": "specmlx.loading",
-    "load_drafter": "specmlx.loading",
-    "load_prompt_cache": "specmlx.prompt_cache",
-    "make_logits_processors": "specmlx.speculation.processors",
-    "make_prompt_cache": "specmlx.prompt_cache",
-    "make_sampler": "specmlx.speculation.sampling",
-    "save_prompt_cache": "specmlx.prompt_cache",
-    "stream_generate": "specmlx.generation",
-    "trim_prompt_cache": "specmlx.prompt_cache",
+    "generate": "specmlx.generation.generate",
+    "load": "specmlx.loading.load",
+    "load_drafter": "specmlx.loading.load",
+    "load_prompt_cache": "specmlx.generation.prompt_cache",
+    "make_logits_processors": "specmlx.decoding.processors",
+    "make_prompt_cache": "specmlx.generation.prompt_cache",
+    "make_sampler": "specmlx.decoding.sampling",
+    "save_prompt_cache": "specmlx.generation.prompt_cache",
+    "stream_generate": "specmlx.generation.generate",
+    "trim_prompt_cache": "specmlx.generation.prompt_cache",
 }
 
 __all__ = [

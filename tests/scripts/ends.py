@@ -15,7 +15,8 @@ import time
 import mlx.core as mx
 from rig import SMALL, small_tokenizer, tiny
 
-from specmlx import Engine, engine, stream_generate
+from specmlx import Engine, stream_generate
+from specmlx.generation import engine
 
 PROMPT = [7, 8, 9] * 20
 kept = []

@@ -2,7 +2,7 @@
 
 import sys
 
-from specmlx.hub import download, download_config
+from specmlx.loading.hub import download, download_config
 
 at = next((argument for argument in sys.argv[1:] if argument.startswith("@")), "")
 revision = next((argument for argument in sys.argv[1:] if not argument.startswith("@")), None)

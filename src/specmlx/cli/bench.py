@@ -57,7 +57,7 @@ def bench(
     texts = _texts(target.model, suite, prompts)
     check_folder("--output", output)
     if plot is not None:
-        from specmlx.receipts.plot import check_plot
+        from specmlx.evaluation.plot import check_plot
 
         check_plot(plot)
     with answers() as out:
@@ -74,7 +74,7 @@ def bench(
     if output is not None:
         output.write_text(json.dumps(report, indent=1))
     if plot is not None:
-        from specmlx.receipts.plot import plot_speeds
+        from specmlx.evaluation.plot import plot_speeds
 
         plot_speeds(rows, plot, f"{report['model']['name']} on {report['machine']['chip']}")
     auto = {name: row.end_to_end_ratio for name, found in rows.items() for row in found if row.mode == "auto"}
@@ -87,7 +87,7 @@ def bench(
 
 def _texts(model: str, suites: str | None, prompts: Path | None) -> dict[str, list[str]]:
     """Prompts by suite. Raises ValueError for a name that there is not, and for an empty file."""
-    from specmlx.receipts.suites import suite
+    from specmlx.evaluation.suites import suite
 
     if prompts is not None:
         if suites is not None:
@@ -98,8 +98,8 @@ def _texts(model: str, suites: str | None, prompts: Path | None) -> dict[str, li
 
 
 def _run(target, model, tokenizer, template, texts, runs, max_tokens) -> tuple[dict[str, Any], dict[str, Any]]:
-    from specmlx.receipts.benchmark import AlwaysWrong, differing, measure, table
-    from specmlx.receipts.suites import HOPELESS
+    from specmlx.evaluation.bench import AlwaysWrong, differing, measure, table
+    from specmlx.evaluation.suites import HOPELESS
 
     instead: dict[str, Any] = {}
     if HOPELESS in texts:
@@ -130,7 +130,7 @@ def _environment(target, model, max_tokens: int, runs: int) -> dict[str, Any]:
     import mlx.core as mx
 
     from specmlx.drafters.proposal import Fingerprinted
-    from specmlx.receipts.machine import this_machine, versions
+    from specmlx.evaluation.machine import this_machine, versions
 
     drafter = model.draft_model
     return {

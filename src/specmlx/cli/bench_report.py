@@ -5,7 +5,7 @@ from textwrap import indent
 from typing import Any
 
 from specmlx.cli.tables import table
-from specmlx.receipts.benchmark import Spread
+from specmlx.evaluation.bench import Spread
 
 FIGURES = (("tps", 1), ("ratio", 2))
 # Turns below which a spread says nothing.

@@ -20,7 +20,7 @@ def cache() -> None:
 @paths_argument
 def list_(paths: tuple[Path, ...]) -> None:
     """What is in the files PATHS, or in the files in directories PATHS: a line a snapshot, longest first."""
-    from specmlx.state.files import load_prompts
+    from specmlx.cache.files import load_prompts
 
     for path in _files(paths):
         held, metadata = load_prompts(path)
@@ -45,7 +45,7 @@ def clear(paths: tuple[Path, ...]) -> None:
 
 def _files(paths: tuple[Path, ...]) -> Iterator[Path]:
     """The files of prompts among the paths and in directories among them. Raises ValueError for another file."""
-    from specmlx.state.files import holds_prompts
+    from specmlx.cache.files import holds_prompts
 
     for path in paths:
         ours = [file for file in sorted(path.iterdir()) if file.is_file()] if path.is_dir() else [path]

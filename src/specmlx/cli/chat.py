@@ -64,8 +64,8 @@ def chat(
     with answers():
         model, tokenizer = target.load(draft_model, drafting=drafting)
     from specmlx.cli.dialogue import Dialogue
-    from specmlx.draft_options import check_width
-    from specmlx.generation import PromptCache, summary
+    from specmlx.generation.draft_options import check_width
+    from specmlx.generation.generate import PromptCache, summary
 
     check_width(model.draft_model, request.num_draft_tokens, model.no_draft_reason)
     if not tokenizer.has_chat_template:

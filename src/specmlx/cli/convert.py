@@ -22,9 +22,9 @@ def convert(model: str, draft_model: str | None, out: Path, quantize: str | None
 
     The directory appears when all of it is written: a run that is killed leaves none.
     """
-    from specmlx.choosing import has_mtp
-    from specmlx.conversion import convert as write
-    from specmlx.places import resolve
+    from specmlx.loading.auto_drafter import has_mtp
+    from specmlx.loading.convert import convert as write
+    from specmlx.loading.resolve import resolve
 
     def progress(done: int, total: int) -> None:
         filled = _BAR * done // max(total, 1)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from specmlx.cli.template import Message, next_turn
-from specmlx.generation import GenerationResponse, PromptCache, stream_generate
+from specmlx.generation.generate import GenerationResponse, PromptCache, stream_generate
 
 
 class Dialogue:

@@ -8,7 +8,7 @@ import click
 from specmlx.cli.terminal import answers, say, status
 
 if TYPE_CHECKING:
-    from specmlx.receipts.doctor import Diagnosis
+    from specmlx.evaluation.doctor import Diagnosis
 
 EPILOG = """\b
 Examples:
@@ -28,7 +28,7 @@ def doctor(measure: bool, as_json: bool) -> None:
     """
     with answers() as out:
         with status("examining this machine"):
-            from specmlx.receipts.doctor import examine
+            from specmlx.evaluation.doctor import examine
 
             found = examine(measure)
         say(json.dumps(found.as_object()) if as_json else text(found), out)

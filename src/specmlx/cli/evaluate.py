@@ -13,7 +13,7 @@ from specmlx.cli.tables import table
 from specmlx.cli.terminal import answers, say, show_status
 
 if TYPE_CHECKING:
-    from specmlx.receipts.evaluation import Acceptance
+    from specmlx.evaluation.evaluation import Acceptance
 
 ALL = "all"
 
@@ -51,7 +51,7 @@ def evaluate(
     if draft_model == "none":
         raise click.UsageError("--draft-model none leaves nothing to measure: name a drafter.")
     sampling.check(repeatable=True)
-    from specmlx.receipts.chips import chip_named
+    from specmlx.evaluation.chips import chip_named
     from specmlx.training.dataset import find_rows
 
     on = None if chip is None else chip_named(chip)
@@ -59,7 +59,7 @@ def evaluate(
     if not rows:
         raise ValueError(f"{data} holds no prompt{' that is held out' if held_out else ''}")
     with answers() as out:
-        from specmlx.receipts import evaluation
+        from specmlx.evaluation import evaluation
 
         model, tokenizer = target.load(draft_model)
         drafter = model.draft_model

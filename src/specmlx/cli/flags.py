@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import click
 
-from specmlx.values import CHECKS, check
+from specmlx.formats.values import CHECKS, check
 
 
 def grouped(name: str, kind: type, **defaults: Any) -> Callable:

@@ -76,7 +76,7 @@ def generate(
         recorder = _recorder(trace)
         target, prompt_cache = _cached(prompt_cache_file, target)
         model, tokenizer = target.load(draft_model, drafting, group)
-        from specmlx.generation import stream_generate, summary
+        from specmlx.generation.generate import stream_generate, summary
 
         goes_on = prompt_cache is not None
         if prompt_cache_file and prompt_cache is None:
@@ -137,7 +137,7 @@ def _defaulted(option: str) -> bool:
 
 
 def _phases(phases: dict[str, float]) -> str:
-    from specmlx.speculation.timer import HOST, host_share
+    from specmlx.decoding.timer import HOST, host_share
 
     whole = sum(phases.values())
     lines = [f"  {name:<16} {seconds:8.3f} s {seconds / whole:6.1%}" for name, seconds in phases.items()]
@@ -150,14 +150,14 @@ def _recorder(trace: Path | None) -> Any:
     if trace is None:
         return None
     check_folder("--trace", trace)
-    from specmlx.receipts.trace import Recorder
+    from specmlx.evaluation.trace import Recorder
 
     return Recorder()
 
 
 def _write_trace(file: Path, recorder: Any, name: str, model: Any, prompt: str, stats: Any, kv_format: Any) -> None:
-    from specmlx.receipts import account
-    from specmlx.receipts.trace import write_trace
+    from specmlx.evaluation import account
+    from specmlx.evaluation.trace import write_trace
 
     drafter = model.draft_model
     kind = None if drafter is None else type(drafter).__name__
@@ -170,7 +170,7 @@ def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | str) -> None:
     # On the CPU mlx compiles fused kernels with the system's compiler, once per machine: seconds that are no decoding.
     import mlx.core as mx
 
-    from specmlx.generation import stream_generate
+    from specmlx.generation.generate import stream_generate
 
     if mx.default_device() == mx.cpu:
         for _ in stream_generate(model, tokenizer, [0, 0], 2, num_draft_tokens=num_draft_tokens):
@@ -211,7 +211,7 @@ def _add_stop_token(tokenizer: Any, token: str, vocab: int) -> None:
 
 
 def _prompts(file: str, model: Any) -> Any:
-    from specmlx.generation import PromptCache
+    from specmlx.generation.generate import PromptCache
 
     cache = PromptCache()
     cache.load(file, model.fingerprint)
@@ -225,8 +225,8 @@ def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.Model
     """
     if file is None:
         return target, None
-    from specmlx.prompt_cache import load_prompt_cache
-    from specmlx.state.files import holds_prompts, load_prompts
+    from specmlx.cache.files import holds_prompts, load_prompts
+    from specmlx.generation.prompt_cache import load_prompt_cache
 
     if holds_prompts(file):
         cache, metadata = None, load_prompts(file)[1]

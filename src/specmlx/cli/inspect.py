@@ -18,9 +18,9 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
     Only config.json and the headers of the files are read: of a Hub id that is not in the local cache, without
     downloading a weight.
     """
-    from specmlx.hub import download, is_id, remote_repo
-    from specmlx.inspection import inspect_path, inspect_tensors
-    from specmlx.places import DEMO, resolve
+    from specmlx.loading.hub import download, is_id, remote_repo
+    from specmlx.loading.inspect import inspect_path, inspect_tensors
+    from specmlx.loading.resolve import DEMO, resolve
 
     with answers() as out:
         if not is_id(path) or path.startswith(f"{DEMO}/"):

@@ -26,7 +26,7 @@ def join() -> Any:
         return None
     import mlx.core as mx
 
-    from specmlx.distributed import several
+    from specmlx.parallel.group import several
 
     try:
         return several(mx.distributed.init())
@@ -51,7 +51,7 @@ def joined() -> Iterator[Any]:
         return
     import mlx.core as mx
 
-    from specmlx.distributed import AskedDifferently, FailedElsewhere
+    from specmlx.parallel.group import AskedDifferently, FailedElsewhere
 
     rank = group.rank()
     try:

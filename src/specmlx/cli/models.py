@@ -55,10 +55,10 @@ def for_models(recommended: int | None, memory: int | None) -> tuple[float, str]
 def _found() -> dict[str, Any]:
     import mlx.core as mx
 
-    from specmlx.catalog import KNOWN
-    from specmlx.hub import cached_repos
-    from specmlx.inspection import inspect_path
-    from specmlx.receipts.machine import this_machine
+    from specmlx.evaluation.machine import this_machine
+    from specmlx.loading.catalog import KNOWN
+    from specmlx.loading.hub import cached_repos
+    from specmlx.loading.inspect import inspect_path
 
     info = mx.device_info() if mx.default_device() == mx.gpu else {}
     memory, memory_is = for_models(info.get("max_recommended_working_set_size"), this_machine().memory)

@@ -12,10 +12,10 @@ import click
 from specmlx.cli.flags import json_object
 from specmlx.cli.template import check_template_config, render
 from specmlx.cli.terminal import status
-from specmlx.values import option
+from specmlx.formats.values import option
 
 if TYPE_CHECKING:
-    from specmlx.state.quantized_kv import KVFormat
+    from specmlx.cache.quantized import KVFormat
 
 DEMO = "demo"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -68,7 +68,7 @@ class ModelFlags:
 
     def check(self, *draft_models: str | None) -> None:
         """Raise ValueError for what is wrong with a pair by its small files, before what takes seconds to import."""
-        from specmlx.places import check_names
+        from specmlx.loading.resolve import check_names
 
         for draft_model in draft_models:
             check_names(self.model, draft_model)
@@ -86,7 +86,7 @@ class ModelFlags:
         draft_model = None if draft_model == "none" else draft_model
         if group is None:
             self.check(draft_model)
-        from specmlx.loading import load
+        from specmlx.loading.load import load
 
         with loading(self.model):
             return load(
@@ -127,7 +127,7 @@ class TemplateFlags:
         Raises ValueError in one line for template errors.
         """
         if self.ignore_chat_template or not (tokenizer.has_chat_template or self.use_default_chat_template):
-            from specmlx.prompts import check_text
+            from specmlx.generation.prompts import check_text
 
             check_text(prompt)
             return tokenizer.encode(prompt)
@@ -159,7 +159,7 @@ def prompt_lines(path: Path) -> list[str]:
 @contextlib.contextmanager
 def loading(name: str) -> Iterator[None]:
     """Say that a checkpoint is being loaded, and turn whatever that raises into an error with its name."""
-    from specmlx.distributed import FailedElsewhere
+    from specmlx.parallel.group import FailedElsewhere
 
     with status(f"loading {name}"):
         try:
@@ -213,7 +213,7 @@ class RequestFlags:
 
     def kv_format(self) -> "KVFormat | None":
         """How keys and values are kept, None for the model's dtype. Raises ValueError for bad values."""
-        from specmlx.state.quantized_kv import KVFormat
+        from specmlx.cache.quantized import KVFormat
 
         return KVFormat.read(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
 

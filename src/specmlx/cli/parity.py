@@ -17,7 +17,7 @@ from specmlx.cli.sampling import SamplingFlags
 from specmlx.cli.terminal import answers, note, say, status
 
 if TYPE_CHECKING:
-    from specmlx.receipts.parity import Verdict
+    from specmlx.evaluation.parity import Verdict
 
 MLX_LM = "mlx-lm"
 
@@ -66,10 +66,10 @@ def parity(
         model, tokenizer = files.load(
             "auto" if "auto" in draft_model else None, drafting=drafting if "auto" in draft_model else None
         )
+        from specmlx.evaluation.parity import rope_note, verdicts, verdicts_by_choice
         from specmlx.kernels.dispatch import on_metal
-        from specmlx.loading import choose_kernels
-        from specmlx.places import resolve
-        from specmlx.receipts.parity import rope_note, verdicts, verdicts_by_choice
+        from specmlx.loading.load import choose_kernels
+        from specmlx.loading.resolve import resolve
 
         drafters = _drafters(model, draft_model, num_draft_tokens, drafting)
         ids = [template.ids(tokenizer, text) for text in texts]
@@ -127,7 +127,7 @@ def _texts(model: str, prompt: tuple[str, ...], file: Path | None) -> list[str]:
         if not all(text.strip() for text in prompt):
             raise ValueError("the prompt is empty: give --prompt a text")
         return list(prompt)
-    from specmlx.receipts.suites import PROMPTS, suite
+    from specmlx.evaluation.suites import PROMPTS, suite
 
     if model == options.DEMO:
         return list(suite(model))
@@ -149,8 +149,8 @@ def _files(target: options.ModelFlags, reference: str | None) -> Iterator[option
 def _drafters(
     model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: options.DraftFlags
 ) -> dict[str, Any]:
-    from specmlx.draft_options import check_width
-    from specmlx.loading import load_drafter
+    from specmlx.generation.draft_options import check_width
+    from specmlx.loading.load import load_drafter
 
     drafters = {}
     for name in names:
@@ -166,8 +166,8 @@ def _drafters(
 def _reference(
     target: options.ModelFlags, sampling: SamplingFlags, tokenizer: Any, ids: list[list[int]], max_tokens: int
 ) -> dict[str, list]:
-    from specmlx.places import resolve
-    from specmlx.receipts.parity import decode_mlx_lm
+    from specmlx.evaluation.parity import decode_mlx_lm
+    from specmlx.loading.resolve import resolve
 
     with status(f"decoding {len(ids)} prompts with mlx-lm"):
         path, stops, processors = resolve(target.model), tokenizer.eos_token_ids, sampling.processor_settings()

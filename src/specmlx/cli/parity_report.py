@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specmlx.receipts.parity import Difference, Verdict
+    from specmlx.evaluation.parity import Difference, Verdict
 
 # Follows a drafter's name where the kernels are those that run without --consistent.
 DEFAULT = "by the default kernels"
@@ -25,7 +25,7 @@ def line(verdict: "Verdict", tokenizer: Any) -> str:
 
 def total_line(verdicts: "list[Verdict]") -> str:
     """Sums over all prompts, with the histogram of accepted tokens."""
-    from specmlx.receipts.parity import total
+    from specmlx.evaluation.parity import total
 
     sums = total(verdicts)
     text = f"{sums.passed} of {sums.prompts} prompts pass, {_count(sums.tokens, 'token')}"
@@ -69,7 +69,7 @@ def as_object(
 
     `default`: the same with the default choice of kernels, where `results` are those of `consistent`.
     """
-    from specmlx.receipts.parity import total
+    from specmlx.evaluation.parity import total
 
     def comparisons(results: "dict[str, list[Verdict]]") -> dict[str, Any]:
         found = {}

@@ -13,12 +13,12 @@ import click
 from specmlx.cli.flags import grouped
 from specmlx.cli.options import DEMO
 from specmlx.cli.terminal import answers, say
-from specmlx.values import option
+from specmlx.formats.values import option
 
 if TYPE_CHECKING:
     from specmlx.drafters.config import DrafterConfig
-    from specmlx.receipts.chips import Chip
-    from specmlx.receipts.roofline import Roofline
+    from specmlx.evaluation.chips import Chip
+    from specmlx.evaluation.roofline import Roofline
     from specmlx.targets.config import HybridConfig
 
 EPILOG = """\b
@@ -54,7 +54,7 @@ def _claims(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 
 def _chips(ctx: click.Context, param: click.Parameter, value: str | None) -> "tuple[Chip, ...]":
     """The named chip, a nameless one of the given bandwidth, or the whole table."""
-    from specmlx.receipts.chips import CHIPS, Chip, chip_named
+    from specmlx.evaluation.chips import CHIPS, Chip, chip_named
 
     if value is None:
         return CHIPS
@@ -111,9 +111,9 @@ class RooflineFlags:
     @cached_property
     def line(self) -> "Roofline":
         """The round. Raises ValueError for what can't be read or does not fit."""
-        from specmlx.receipts.geometry import TARGETS, stored_format, target_geometry
-        from specmlx.receipts.roofline import Roofline
-        from specmlx.receipts.tensors import scheme_named
+        from specmlx.evaluation.geometry import TARGETS, stored_format, target_geometry
+        from specmlx.evaluation.roofline import Roofline
+        from specmlx.evaluation.tensors import scheme_named
 
         config, files = target_geometry(self.model)
         built_in = self.model.lower() in TARGETS
@@ -129,7 +129,7 @@ class RooflineFlags:
         return Roofline(config, scheme, None if self.width == 0 else draft, self.kv, self.lanes, splash, self.width)
 
     def _drafter(self, config: "HybridConfig", built_in: bool) -> "DrafterConfig | None":
-        from specmlx.receipts.geometry import drafter_geometry, published_drafter
+        from specmlx.evaluation.geometry import drafter_geometry, published_drafter
 
         if self.draft_kind and self.draft_model:
             raise click.UsageError("--draft-kind and --draft-model can't go together.")
@@ -185,7 +185,7 @@ def roofline(flags: RooflineFlags, plot: Path | None, as_json: bool) -> None:
 
     claims = flags.claims
     if plot is not None:
-        from specmlx.receipts.plot import check_plot, plot_ceilings
+        from specmlx.evaluation.plot import check_plot, plot_ceilings
 
         check_plot(plot)
     with answers() as out:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from specmlx.cli.roofline_tables import lane_table, tokens, weight_tables
 from specmlx.cli.tables import table
-from specmlx.receipts.chips import Chip
-from specmlx.receipts.tensors import Group
+from specmlx.evaluation.chips import Chip
+from specmlx.evaluation.tensors import Group
 
 if TYPE_CHECKING:
     from specmlx.cli.roofline import RooflineFlags

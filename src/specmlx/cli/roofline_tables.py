@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 from specmlx.cli.tables import Row
+from specmlx.evaluation.tensors import Group
 from specmlx.formats.sizes import Format
-from specmlx.receipts.tensors import Group
 
 if TYPE_CHECKING:
-    from specmlx.receipts.roofline import Roofline
+    from specmlx.evaluation.roofline import Roofline
 
 HEADER = ("tensor", "shape", "MB each", "count", "reads", "GB")
 

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specmlx.cli.flags import json_object
-from specmlx.values import option
+from specmlx.formats.values import option
 
 if TYPE_CHECKING:
-    from specmlx.speculation.processors import Processor
-    from specmlx.speculation.sampling import Sampler
+    from specmlx.decoding.processors import Processor
+    from specmlx.decoding.sampling import Sampler
 
 
 def _logit_bias(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[int, float] | None:
@@ -45,7 +45,7 @@ class SamplingFlags:
 
     def sampler(self, tokenizer: Any = None) -> "Sampler":
         """XTC spares line ends and stop tokens once the tokenizer is known, as in mlx_lm. Raises ValueError."""
-        from specmlx.speculation.sampling import make_sampler
+        from specmlx.decoding.sampling import make_sampler
 
         names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
         sampler = make_sampler(**{name: getattr(self, name) for name in names})
@@ -61,7 +61,7 @@ class SamplingFlags:
 
     def processors(self) -> "list[Processor]":
         """Raises ValueError for bad values."""
-        from specmlx.speculation.processors import make_logits_processors
+        from specmlx.decoding.processors import make_logits_processors
 
         return make_logits_processors(**self.processor_settings())
 

@@ -25,7 +25,7 @@ def render(tokenizer: Any, messages: list[Message], config: dict[str, Any], answ
     Raises ValueError in one line where the tokenizer has no template or the template refuses the messages, and as
     `check_text`.
     """
-    from specmlx.prompts import check_text
+    from specmlx.generation.prompts import check_text
 
     if not tokenizer.has_chat_template:
         raise ValueError("the tokenizer has no chat template: use specmlx generate --ignore-chat-template")

@@ -77,7 +77,7 @@ def train(
     if steps and minutes:
         raise click.UsageError("--steps and --minutes can't go together.")
     if plot:
-        from specmlx.receipts.plot import check_plot
+        from specmlx.evaluation.plot import check_plot
 
         check_plot(plot)
     from specmlx.training.dataset import find_rows
@@ -109,7 +109,7 @@ def train(
 def _settings(model: Any, tokenizer: Any, kind: str | None, init: str | None, steps, minutes, flags: dict):
     from specmlx.drafters.config import DFLASH, DFLASH2, DrafterConfig
     from specmlx.formats.checkpoint import read_config
-    from specmlx.places import resolve
+    from specmlx.loading.resolve import resolve
     from specmlx.training.geometry import default_rate, drafter_config, grown, mask_token
 
     shape = {name: flags.pop(name) for name in ("block_size", "layers", "taps", "window")}

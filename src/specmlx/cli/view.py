@@ -21,9 +21,9 @@ Examples:
 )
 def view(trace: Path, output: Path | None) -> None:
     """Write the TRACE of a generation as one self-contained HTML page, to be opened in any browser."""
+    from specmlx.evaluation.trace import read_trace
+    from specmlx.evaluation.view.page import page
     from specmlx.formats.atomic import write_atomically
-    from specmlx.receipts.trace import read_trace
-    from specmlx.receipts.view.page import page
 
     html = page(read_trace(trace))
     if str(output) == "-":

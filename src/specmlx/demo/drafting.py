@@ -8,11 +8,11 @@ from typing import Any
 import click
 import mlx.core as mx
 
+from specmlx.decoding.draft_length import FULL
+from specmlx.decoding.policy import Policy
+from specmlx.decoding.sampling import make_sampler
 from specmlx.demo.tasks import held_out_examples
 from specmlx.drafters.proposal import Drafter
-from specmlx.speculation.policy import Policy
-from specmlx.speculation.sampling import make_sampler
-from specmlx.speculation.width import FULL
 from specmlx.targets.hybrid import Model
 
 DRAFTERS = ("demo/dflash", "demo/dflash2", "demo/dspark", "demo/mtp", "ngram")
@@ -40,7 +40,7 @@ class Run:
 
 def run(model: Model, tokenizer: Any, prompts: list[list[int]], drafter: Drafter | None, mode: str) -> Run:
     """mode: "greedy", "sampled" (temperature 0.8, no seed) or "seeded" (the same with one)."""
-    from specmlx.generation import stream_generate
+    from specmlx.generation.generate import stream_generate
 
     texts, tokens, rounds = [], 0, 0
     for i, prompt in enumerate(prompts):
@@ -100,7 +100,7 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict:
     """All figures. `identical` is whether every text is the plain one (what is sampled without a seed has none)."""
-    from specmlx.loading import load_drafter
+    from specmlx.loading.load import load_drafter
 
     progress("plain decoding")
     plain = {mode: run(model, tokenizer, prompts, None, mode).texts for mode in ("greedy", "seeded")}
@@ -138,7 +138,7 @@ def measure(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(drafters: tuple[str, ...], cheaper: str, per_kind: int, as_json: bool) -> None:
     """Tokens per target pass of the demo's drafters on the same held-out prompts: greedy, sampled and seeded."""
-    from specmlx.loading import load
+    from specmlx.loading.load import load
 
     model, tokenizer = load("demo", draft_model=None, dtype="float32")
     prompts = [

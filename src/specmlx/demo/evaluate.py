@@ -39,7 +39,7 @@ class Answers:
 
 def answer(model, tokenizer, examples: list[Example], max_tokens: int = 160, **options) -> dict[str, Answers]:
     """Answer each question greedily by the real loop; figures added up by kind. Options: stream_generate's."""
-    from specmlx.generation import stream_generate
+    from specmlx.generation.generate import stream_generate
 
     answers: dict[str, Answers] = defaultdict(Answers)
     for example in examples:
@@ -61,7 +61,7 @@ def answer(model, tokenizer, examples: list[Example], max_tokens: int = 160, **o
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(model: str, drafters: tuple[str, ...], per_kind: int, as_json: bool) -> None:
     """Answer held-out questions with each drafter at full width, and print how often they are right and at what τ."""
-    from specmlx.loading import load, load_drafter
+    from specmlx.loading.load import load, load_drafter
 
     target, tokenizer = load(model, draft_model=None, dtype="float32")
     examples = held_out_examples(per_kind)

@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 from specmlx.demo.tasks import held_out_examples, training_examples
 from specmlx.drafters.settings import FREQUENCIES
 from specmlx.formats.checkpoint import read_config
-from specmlx.loading import load, resolve
-from specmlx.places import DEMO_DRAFTERS
+from specmlx.loading.load import load, resolve
+from specmlx.loading.resolve import DEMO_DRAFTERS
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", FREQUENCIES)
 _QUESTIONS_PER_KIND = 4

@@ -6,12 +6,12 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.cache.kv import KV, reserve, write
 from specmlx.drafters.block import BlockTrunk, Join
 from specmlx.drafters.context import SLACK, Context, Rows
 from specmlx.drafters.pairing import TargetSizes
 from specmlx.drafters.vocabulary import DraftVocabulary, logits_of
 from specmlx.formats.identity import fingerprint
-from specmlx.state.kv import KV, reserve, write
 
 # How many rows before the anchor the layers see that have no window of their own.
 DRAFT_WINDOW = 4096

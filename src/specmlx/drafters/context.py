@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from specmlx.state.kv import KV, merge, take
+from specmlx.cache.kv import KV, merge, take
 
 # Rows beyond two windows and blocks that a sliding layer may pile up before the old ones are dropped.
 SLACK = 256

@@ -7,11 +7,11 @@ from typing import Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.cache.kv import KV, merge, reserve, take, write
 from specmlx.drafters.block_drafter import Target
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.drafters.vocabulary import DraftVocabulary, logits_of
 from specmlx.formats.identity import fingerprint
-from specmlx.state.kv import KV, merge, reserve, take, write
 from specmlx.targets.config import FULL, HybridConfig
 from specmlx.targets.hybrid import DecoderLayer
 

@@ -8,8 +8,8 @@ from typing import Protocol
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from specmlx.cache.layers import LayerStates, Pass
 from specmlx.drafters.mtp import MTP, NormedTarget
-from specmlx.state.layers import LayerStates, Pass
 
 TOKENS = 64
 # In the form that the models with such heads are trained on.

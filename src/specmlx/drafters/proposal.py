@@ -24,7 +24,7 @@ class Proposal:
 
 
 class DraftPolicy(Protocol):
-    """How a drafter turns its logits into tokens; `speculation.policy` has the implementations.
+    """How a drafter turns its logits into tokens; `decoding.policy` has the implementations.
 
     greedy: whether `draft` is the argmax of the logits and nothing else. Then a drafter whose slots depend on one
         another may choose the whole path itself.

@@ -9,11 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
+from specmlx.cache.mlx_lm import in_order
 from specmlx.drafters.pairing import lm_reasons
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.formats.checkpoint import read_config
 from specmlx.formats.header import read_small
-from specmlx.state.caches import in_order
 from specmlx.targets.checkpoint import load_target
 
 MAX_WIDTH = 7

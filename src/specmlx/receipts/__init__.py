@@ -1,17 +1,5 @@
-"""What may be claimed of a generation, and how it is measured."""
+"""The former name of `specmlx.evaluation`: `account` is documented here."""
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from specmlx.receipts.accounting import account
+from specmlx.evaluation import account
 
 __all__ = ["account"]
-
-
-def __getattr__(name: str):
-    # Loaded when it is first used: `specmlx roofline` needs no model.
-    if name != "account":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from specmlx.receipts.accounting import account
-
-    return account

@@ -9,11 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from specmlx.cache.layers import Pass
+from specmlx.cache.mlx_lm import CacheStates
 from specmlx.formats.config import text_of
 from specmlx.formats.identity import fingerprint
 from specmlx.formats.rope import rope_at_top
-from specmlx.state.caches import CacheStates
-from specmlx.state.layers import Pass
 from specmlx.targets.mlx_lm_cache import length_of
 from specmlx.targets.taps import Outline
 from specmlx.targets.target import Target

@@ -5,11 +5,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.cache.kv import KV, reserve, write
+from specmlx.cache.quantized import KVFormat
 from specmlx.formats.rope import attention_factor, is_plain, periods, rotary_dims, slowdown
 from specmlx.kernels.attention import Stored, attention, runs
 from specmlx.kernels.linear import added, products
-from specmlx.state.kv import KV, reserve, write
-from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets.config import HybridConfig
 
 

@@ -4,9 +4,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated as RMSNormGated
 
+from specmlx.cache.recurrent import Recurrent
 from specmlx.kernels.gated_delta import kernel, prefill
 from specmlx.kernels.linear import added, products
-from specmlx.state.recurrent import Recurrent
 from specmlx.targets.config import HybridConfig
 
 

@@ -7,12 +7,12 @@ from functools import cached_property, partial
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.cache import checks
+from specmlx.cache.kv import visible
+from specmlx.cache.layers import Layer, LayerStates, Origin, Pass
+from specmlx.cache.quantized import KVFormat
 from specmlx.formats.identity import fingerprint
 from specmlx.kernels.gated_delta import STEP
-from specmlx.state import checks
-from specmlx.state.kv import visible
-from specmlx.state.layers import Layer, LayerStates, Origin, Pass
-from specmlx.state.quantized_kv import KVFormat
 from specmlx.targets import mlx_lm_cache
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import LINEAR, HybridConfig

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache
 
-from specmlx.state import checks
-from specmlx.state.kv import KV
-from specmlx.state.layers import LayerStates
-from specmlx.state.recurrent import Recurrent
+from specmlx.cache import checks
+from specmlx.cache.kv import KV
+from specmlx.cache.layers import LayerStates
+from specmlx.cache.recurrent import Recurrent
 
 
 def empty_caches(is_linear: Sequence[bool]) -> list:

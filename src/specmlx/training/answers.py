@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from specmlx.batch import Jobs
-from specmlx.speculation.sampling import make_sampler
+from specmlx.decoding.sampling import make_sampler
+from specmlx.generation.batch import Jobs
 from specmlx.training.dataset import Row
 from specmlx.training.settings import Settings
 

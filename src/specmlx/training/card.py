@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from specmlx import __version__
-from specmlx.receipts.evaluation import Acceptance, evaluate
-from specmlx.speculation.sampling import make_sampler
+from specmlx.decoding.sampling import make_sampler
+from specmlx.evaluation.evaluation import Acceptance, evaluate
 from specmlx.training.run import Run
 
 MOST = 40

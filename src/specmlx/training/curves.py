@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from specmlx.receipts.plot import check_plot
+from specmlx.evaluation.plot import check_plot
 from specmlx.training.loop import LOG
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from specmlx.values import option
+from specmlx.formats.values import option
 
 
 @dataclass(frozen=True)

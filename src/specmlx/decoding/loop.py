@@ -1,0 +1,324 @@
+"""The round: propose, verify, accept, commit, deliver. One request is a batch of one; plain decoding has γ = 0."""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+
+from specmlx.cache.conversation import Held, Observable
+from specmlx.cache.layers import LayerStates
+from specmlx.decoding import joint
+from specmlx.decoding.draft_length import Widths
+from specmlx.decoding.drafting import observe, observe_ahead, propose
+from specmlx.decoding.lane_width import widths_of
+from specmlx.decoding.mixed_policy import MixedPolicy, Policies
+from specmlx.decoding.policy import RoundPolicy
+from specmlx.decoding.prefill import Checkpoints, prefill
+from specmlx.decoding.round import Delivery, OnProposal, Round, Target, until_stop
+from specmlx.decoding.sequence import Sequence, Token
+from specmlx.decoding.timer import ACCEPT, DRAFT, OBSERVE, VERIFY, Timer, round_seconds
+from specmlx.drafters.proposal import Drafter, Proposal
+
+# Rounds between two emptyings of mlx's buffer cache, which grows with every new attention length.
+_CLEAR_EVERY = 128
+
+
+class Batch:
+    """B sequences that decode in the same passes over the target; each has the text that it would have alone.
+
+    Sequences that are `over` leave, and those that `join` come in, when no round is under way.
+    """
+
+    def round(self) -> Iterator[tuple[Sequence, Token | None]]:
+        """Give each sequence the tokens of one round; whenever one has left, the state holds what was given.
+
+        The next round is issued before this one is read, and dropped without trace where it is not wanted. A sequence
+        that fails has its `error`, and None for a token. Raises what an evaluation raises: then none can go on.
+        """
+        self._resume()
+        round, self._ahead = self._ahead or self.begin(), None
+        ahead = self._issue_ahead(round)
+        for i, (sequence, delivery) in enumerate(zip(self.sequences, self._read(round, ahead), strict=True)):
+            for n, token in enumerate([] if sequence.over else delivery.tokens):
+                drafted = n < delivery.accepted
+                sequence.history.append(token)
+                sequence.stats.deliver(from_draft=drafted)
+                stop, full = token in sequence.stop_tokens, sequence.stats.generation_tokens == sequence.max_tokens
+                reason = "stop" if stop else "length" if full else None
+                leaving = Token(token, round.logprobs[i][n], drafted, reason)
+                begin = time.perf_counter()
+                # Last of all, so that an interrupt leaves as little as can be in the state that nobody was given.
+                self.held.commit(n + 1, token, i)
+                self._suspend(sequence, begin)
+                sequence.over = stop or full
+                yield sequence, leaving
+                self._resume()
+                if sequence.over:
+                    break
+                if sequence.conversation.owner != sequence.owner:
+                    sequence.conversation.check(sequence.owner)
+            if delivery.error and not sequence.over:
+                sequence.fail(delivery.error)
+                yield sequence, None
+        self._finish(ahead)
+
+    def issue(self, num_draft_tokens: int, after: Round | None = None) -> Round:
+        """Propose, verify and accept: a round is built and sent to the device, and nothing of it is read."""
+        states, anchor, policy = self._start(num_draft_tokens, after)
+        proposal = self._propose(anchor, num_draft_tokens, policy)
+        # Clipped so that a bad id can't read foreign memory before it is refused.
+        drafts = mx.clip(proposal.tokens, 0, self.vocab_size - 1)
+        rows = mx.concatenate([anchor[:, None], drafts], axis=1)
+        verified = self.target.verify(states, rows, self.drafter.tap_ids if self.drafter else ())
+        if self.timer:
+            self.timer.lap(VERIFY, verified)
+        outcome, logprobs = policy.accept(proposal.tokens, proposal.q, verified.logits)
+        if self.decide:
+            decided = self.decide(mx.stack([outcome.accepted, outcome.next_anchor]))
+            outcome = replace(outcome, accepted=decided[0], next_anchor=decided[1])
+        if self.timer:
+            self.timer.lap(ACCEPT, (outcome.accepted, outcome.next_anchor, logprobs))
+        observable, rows = Observable(rows, verified.features), [list(each) for each in logprobs]
+        round = Round(proposal, verified, outcome, observable, rows, policy.failures, ahead=after is not None)
+        return round.send(self.held.states, self.held.draft_arrays())
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        num_draft_tokens: int | Widths | Callable[[int], Widths] | None = None,
+        *,
+        lookahead: bool = True,
+        timer: Timer | None = None,
+        decide: Callable[[mx.array], mx.array] | None = None,
+        on_proposal: OnProposal | None = None,
+    ):
+        """num_draft_tokens: a number, what chooses one for each round, or what says by B what does; None: the most.
+
+        timer: waits for each step of a round. decide: makes integers the same in all processes that run the target.
+        Raises ValueError for a number outside 0..drafter.max_width.
+        """
+        self.target, self.drafter, self.vocab_size = target, drafter, target.vocab_size
+        self.timer, self.decide, self.on_proposal = timer, decide, on_proposal
+        self._widths_of = widths_of(num_draft_tokens, drafter.max_width if drafter else 0)
+        self.lookahead = lookahead
+        self.rounds = 0
+        self.sequences: list[Sequence] = []
+        self.held: Held | None = None
+        self._joining: list[Sequence] = []
+        self._parted: set[Sequence] = set()
+        self._ahead: Round | None = None
+        self._widths: Widths | None = None
+        self._chosen = 0
+        # Seconds that the loop had, when it was last entered and left, and what its reader had since a round was read.
+        self._busy = self._away = 0.0
+        self._entered = self._left = time.perf_counter()
+        self._read_at: float | None = None
+
+    def choose(self, batch: int) -> int:
+        """How many tokens the next round of so many sequences would like to propose."""
+        widths = self._widths_of(batch)
+        if widths is not self._widths:
+            self._widths, self._chosen = widths, widths.choose()
+        return self._chosen
+
+    def join(self, sequences: Collection[Sequence]) -> None:
+        """Take prefilled sequences in before the next round that is not under way yet."""
+        self._joining += sequences
+
+    def part(self, sequence: Sequence) -> None:
+        """Give a sequence its own states again: it is in no later round."""
+        self._parted.add(sequence)
+        if not sequence.over:
+            self._drop_ahead()
+        if isinstance(self.held, joint.Joint) and sequence in self.sequences:
+            observe(self.held, self.drafter)
+            joint.part(self.held, self.sequences.index(sequence))
+
+    def settle(self) -> None:
+        """Let sequences that are over go, and those that join come in, if no round is under way."""
+        staying = [i for i, each in enumerate(self.sequences) if not (each.over or each in self._parted)]
+        leaving = len(staying) < len(self.sequences)
+        if not staying:
+            self._drop_ahead()
+        if self._ahead or not (leaving or self._joining):
+            return
+        if staying and leaving:
+            observe(self.held, self.drafter)
+        held = joint.keep(self.held, staying) if self.held else None
+        joining = [sequence for sequence in self._joining if not self._leaves(sequence)]
+        self._joining, self._parted = [], set()
+        self.held = joint.join(held, [sequence.conversation for sequence in joining], self.drafter)
+        self.sequences = [self.sequences[i] for i in staying] + joining
+        for sequence in joining:
+            sequence.began = self._busy - sequence.stats.decode_seconds
+        self._policies = Policies([sequence.policy for sequence in self.sequences])
+        if self.sequences:
+            self.choose(len(self.sequences))
+
+    def _drop_ahead(self) -> None:
+        if self._ahead:
+            self._ahead = None
+            self.held.states.abort()
+
+    def _leaves(self, sequence: Sequence) -> bool:
+        return sequence.over or sequence in self._parted
+
+    def begin(self) -> Round:
+        """A round that was not under way."""
+        self.settle()
+        for sequence in self.sequences:
+            sequence.conversation.check(sequence.owner)
+        return self.issue(self._most(self._chosen))
+
+    def _most(self, num_draft_tokens: int, given: int = 0) -> int:
+        """As many, or fewer where no sequence may give as many tokens, once all have given so many, or has room."""
+        left = [sequence.left for sequence in self.sequences]
+        most = num_draft_tokens if None in left else min(num_draft_tokens, max(left) - given - 1)
+        rows = self.held.states.rows_left
+        return most if rows is None else min(most, rows - given - 1)
+
+    def _issue_ahead(self, round: Round) -> Round | Exception | None:
+        """The next round, if it is known before this one is read. What it raises has to wait for this one's tokens."""
+        chosen = self._chosen = self._widths.choose()
+        ahead = self.lookahead and self.held.states.looks_ahead and not self._policies.sequential
+        if not ahead or self._joining or any(map(self._leaves, self.sequences)):
+            return None
+        if self._most(chosen, round.num_draft_tokens + 1) != chosen:
+            return None
+        try:
+            return self.issue(chosen, after=round)
+        except Exception as error:
+            if self.held.states.broken:
+                raise
+            return error
+
+    def _start(
+        self, num_draft_tokens: int, after: Round | None
+    ) -> tuple[LayerStates, mx.array, RoundPolicy | MixedPolicy]:
+        """Where a round starts: the states, the anchors `[B]`, and the policy."""
+        held, policies = self.held, self._policies
+        if self.timer:
+            self.timer.start()
+        positions = [len(sequence.conversation.processed) + 1 for sequence in self.sequences]
+        histories = [sequence.history for sequence in self.sequences] if policies.processors else ()
+        if after is None:
+            observe(held, self.drafter, later=num_draft_tokens == 0)
+            anchors = [sequence.conversation.pending for sequence in self.sequences]
+            states, anchor = held.states, mx.array(anchors, dtype=mx.int32)
+        else:
+            if num_draft_tokens:
+                observe_ahead(held, after.observable, after.count)
+            states, anchor = held.states.ahead(after.count), after.outcome.next_anchor
+            positions, histories = mx.array(positions) + after.count, after.extended(histories)
+        if self.timer:
+            self.timer.lap(OBSERVE, held.draft_arrays())
+        limits = [(sequence.left, sequence.stop_tokens) for sequence in self.sequences] if policies.sequential else ()
+        return states, anchor, policies.at(positions, histories, limits)
+
+    def _propose(self, anchor: mx.array, num_draft_tokens: int, policy: RoundPolicy | MixedPolicy) -> Proposal:
+        if not num_draft_tokens:
+            return Proposal(mx.zeros((len(anchor), 0), dtype=mx.int32))
+        proposal = propose(self.drafter, self.held.draft.context, anchor, num_draft_tokens, policy)
+        if self.decide and proposal.tokens.size:
+            proposal = replace(proposal, tokens=self.decide(proposal.tokens))
+        if self.on_proposal is not None:
+            proposal = self.on_proposal(proposal)
+        if self._policies.sequential and len(self.sequences) == 1:
+            proposal = until_stop(proposal, self.sequences[0].stop_tokens)
+        if self.timer:
+            self.timer.lap(DRAFT, (proposal.tokens, proposal.q))
+        return proposal
+
+    def _read(self, round: Round, ahead: Round | Exception | None) -> list[Delivery]:
+        """The round's one look at the device: what each sequence is given."""
+        if ahead is None and round.ahead:
+            # Nothing goes out with it: what is lazy could not be evaluated if another thread goes on.
+            mx.async_eval(self.held.draft_arrays())
+        begin = time.perf_counter()
+        self.held.states.evaluate(round.report)
+        now = time.perf_counter()
+        lengths = [len(sequence.conversation.processed) for sequence in self.sequences]
+        found = round.deliveries(self.vocab_size, lengths)
+        kept = [
+            each.accepted for i, each in enumerate(found) if not (self.sequences[i].over or i in round.failures)
+        ] or [0]
+        self._widths.observed(round.num_draft_tokens, kept[0], self._taken(round, begin, now), kept[1:])
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            if not sequence.over:
+                sequence.stats.device_seconds += round.seconds + now - begin
+                sequence.stats.begin_round(round.num_draft_tokens, context=length)
+                sequence.stats.explain(sequence.reason, self._widths.reason)
+        self.held.begin(round.observable if self.drafter else None)
+        return found
+
+    def _finish(self, ahead: Round | Exception | None) -> None:
+        """All that a round gave is committed; the one that was issued meanwhile is opened, if it is wanted."""
+        self.rounds += 1
+        if ahead and not all(map(self._leaves, self.sequences)):
+            if isinstance(ahead, Exception):
+                raise ahead
+            observe(self.held, self.drafter, later=True)
+            self.held.states.open(ahead.verified)
+            self._ahead = ahead
+        if self.rounds % _CLEAR_EVERY == 0:
+            mx.clear_cache()
+        self._suspend()
+
+    def _taken(self, round: Round, begin: float, now: float) -> float | None:
+        """Seconds that a round took, None where that can't be told."""
+        before, self._read_at, away, self._away = self._read_at, now, self._away, 0.0
+        return None if before is None else round_seconds(now - before, away, now - begin, round.ahead)
+
+    def _resume(self) -> None:
+        self._entered = time.perf_counter()
+        self._away += self._entered - self._left
+
+    def _suspend(self, sequence: Sequence | None = None, begin: float = 0.0) -> None:
+        """The reader goes on; the sequence's newest token was committed since `begin`."""
+        self._left = time.perf_counter()
+        self._busy += self._left - self._entered
+        if sequence:
+            sequence.stats.commit_seconds += self._left - begin
+            sequence.stats.decode_seconds = self._busy - sequence.began
+
+
+def generate_tokens(
+    batch: Batch,
+    sequence: Sequence,
+    prompt: list[int],
+    prefill_step_size: int = 2048,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    checkpoints: Checkpoints | None = None,
+) -> Iterator[Token]:
+    """Tokens that continue a sequence's conversation after `prompt`, in an empty batch of its own.
+
+    Whenever a token has left, the conversation holds exactly what the user was given, so it may be dropped there and
+    taken over by another request. Ids of the prompt that the conversation holds already are in the sequence's history.
+    Prefill calls what `checkpoints` have at a number of rows once that many are in.
+    Raises ValueError for an empty prompt, max_tokens of 0 and proposals outside the vocabulary; RuntimeError, with the
+    position, for logits that are NaN or infinite.
+    """
+    if len(prompt) == 0:
+        raise ValueError("the prompt is empty: give at least one token")
+    if sequence.max_tokens == 0:
+        raise ValueError("max_tokens is 0: it must be at least 1, or -1 for no limit")
+    clock, conversation = time.perf_counter(), sequence.conversation
+    later = batch.choose(1) == 0
+    steps = prefill(batch.target, conversation, prompt, batch.drafter, prefill_step_size, checkpoints, later)
+    for step in steps:
+        if progress:
+            progress(step, len(prompt))
+        conversation.check(sequence.owner)
+    if progress:
+        progress(len(prompt), len(prompt))
+    sequence.history += prompt
+    sequence.stats.prefill_seconds += time.perf_counter() - clock
+    batch.join([sequence])
+    while not sequence.over:
+        for _, token in batch.round():
+            if token is None:
+                raise sequence.error
+            yield token

@@ -1,0 +1,147 @@
+"""Penalties and logit bias for all rows of a round at once, each row seeing the tokens before it.
+
+Bit for bit what mlx_lm.sample_utils.make_logits_processors' functions give row by row.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from specmlx.formats.values import MOST, integer, number
+
+Tokens = mx.array | Sequence[int]
+
+
+class Processor:
+    """A logits processor of specmlx: `rows` does a whole round, the call is mlx-lm's `(tokens, logits)`."""
+
+    needs_history = True
+
+    def __call__(self, tokens: Tokens, logits: mx.array) -> mx.array:
+        """One row: tokens [N] before it, logits [B, V] -> [B, V]; logits are not changed in place."""
+        return self.rows(tokens, logits[:, None], None)[:, 0]
+
+    def rows(self, history: Tokens, logits: mx.array, drafted: mx.array | None) -> mx.array:
+        """All rows of a round, [B, T, V] -> [B, T, V] in the logits' dtype.
+
+        Args:
+            history: tokens up to and including the anchor, [N], or [B, N] padded on the left with -1.
+            logits: row t stands behind history + drafted[:, :t], [B, T, V].
+            drafted: the proposal, [B, T - 1]; None if every row shall see the history alone.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class LogitBias(Processor):
+    """Adds a constant to some tokens' logits."""
+
+    needs_history = False
+    bias: tuple[tuple[int, float], ...]
+
+    def rows(self, history, logits, drafted):
+        vocab = logits.shape[-1]
+        ids = [token for token, _ in self.bias]
+        for token in ids:
+            if not 0 <= token < vocab:
+                raise ValueError(f"logit_bias must name tokens of the vocabulary 0..{vocab - 1}, got {token}")
+        values = mx.array([value for _, value in self.bias])
+        return logits.reshape(-1, vocab).at[:, mx.array(ids)].add(values).reshape(logits.shape)
+
+
+@dataclass(frozen=True)
+class Penalty(Processor):
+    """A penalty on the tokens among the last context_size (0: all) before a row."""
+
+    penalty: float
+    context_size: int = 20
+
+    def rows(self, history, logits, drafted):
+        if not isinstance(history, mx.array):
+            # The end first: a long text is not carried over for a short window. [-0:] is all of it.
+            history = mx.array(history[-self.context_size :], dtype=mx.int32)
+        tokens = _windows(history, drafted, logits.shape[0], logits.shape[1], self.context_size)
+        if tokens.shape[-1] == 0:
+            return logits
+        # Padding repeats the row's newest token: the same value is written twice. Clipped since an id outside
+        # the vocabulary, which the caller refuses later, would write into foreign memory now.
+        ids = mx.where(tokens >= 0, tokens, tokens[..., -1:])
+        return self._apply(logits, mx.clip(ids, 0, logits.shape[-1] - 1), tokens >= 0)
+
+    def _apply(self, logits, ids, valid):
+        """logits [B, T, V], ids [B, T, C]; valid [B, T, C] is False at padding. Returns [B, T, V]."""
+        selected = mx.take_along_axis(logits, ids, axis=-1)
+        penalised = mx.where(valid[..., -1:], self._penalise(selected), selected)
+        return mx.put_along_axis(logits, ids, penalised, axis=-1)
+
+
+class RepetitionPenalty(Penalty):
+    """Divides positive and multiplies negative logits of repeated tokens (Keskar et al. 2019)."""
+
+    def _penalise(self, selected):
+        return mx.where(selected < 0, selected * self.penalty, selected / self.penalty)
+
+
+class PresencePenalty(Penalty):
+    """Subtracts the penalty once from every token that occurs."""
+
+    def _penalise(self, selected):
+        return selected - self.penalty
+
+
+class FrequencyPenalty(Penalty):
+    """Subtracts the penalty once for every occurrence of a token."""
+
+    def _apply(self, logits, ids, valid):
+        # One subtraction an occurrence, never count * penalty: in bfloat16 each of them rounds.
+        flat, ids = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1, ids.shape[-1])
+        amount = mx.where(valid.reshape(ids.shape), mx.array(self.penalty, logits.dtype), 0)
+        return flat.at[mx.arange(len(flat))[:, None], ids].subtract(amount).reshape(logits.shape)
+
+
+def make_logits_processors(
+    logit_bias: Mapping[int, float] | None = None,
+    repetition_penalty: float | None = None,
+    repetition_context_size: int = 20,
+    presence_penalty: float | None = None,
+    presence_context_size: int = 20,
+    frequency_penalty: float | None = None,
+    frequency_context_size: int = 20,
+) -> list[Processor]:
+    """mlx_lm.sample_utils.make_logits_processors, in its order: bias, repetition, presence, frequency.
+
+    A penalty of None or 0 is off; a context size of 0 is the whole text, as in mlx-lm. Raises ValueError for
+    a negative repetition penalty, numbers that are not finite, and negative context sizes.
+    """
+    processors = []
+    if logit_bias:
+        processors.append(LogitBias(tuple(_checked_bias(token, value) for token, value in logit_bias.items())))
+    for kind, name, penalty, size in (
+        (RepetitionPenalty, "repetition", repetition_penalty, repetition_context_size),
+        (PresencePenalty, "presence", presence_penalty, presence_context_size),
+        (FrequencyPenalty, "frequency", frequency_penalty, frequency_context_size),
+    ):
+        size, least = integer(f"{name}_context_size", size, 0), 0 if kind is RepetitionPenalty else -MOST
+        if penalty is not None and number(f"{name}_penalty", penalty, least, hint="0 is off"):
+            processors.append(kind(float(penalty), size))
+    return processors
+
+
+def _windows(history, drafted, batch, rows, size):
+    """The last `size` tokens before each row, [B, T, C] int32; -1 where there are fewer."""
+    history = mx.broadcast_to(history.astype(mx.int32), (batch, history.shape[-1]))
+    known, new = history.shape[1], 0 if drafted is None else drafted.shape[1]
+    size = min(size, known + new) if size else known + new
+    tail = history[:, known - min(size, known) :]
+    tail = mx.concatenate([mx.full((batch, size - tail.shape[1]), -1, dtype=mx.int32), tail], axis=1)
+    if drafted is None:
+        return mx.broadcast_to(tail[:, None], (batch, rows, size))
+    tail = mx.concatenate([tail, drafted.astype(mx.int32)], axis=1)
+    return tail[:, mx.arange(rows)[:, None] + mx.arange(size)]
+
+
+def _checked_bias(token, value):
+    token = integer("a token of logit_bias", token)
+    return token, number(f"logit_bias of token {token}", value, -math.inf)

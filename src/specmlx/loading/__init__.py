@@ -1,0 +1,1 @@
+"""From a name to a model: paths and Hub ids, targets, drafters and tokenizers."""

@@ -1,0 +1,1 @@
+"""Several processes that generate one text."""
