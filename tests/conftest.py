@@ -22,6 +22,7 @@ import pytest
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "linux_bits: asserts equal bits; skipped elsewhere than on Linux")
+    config.addinivalue_line("markers", "slow: more cases of what other tests run too; runs with -m slow only")
     config.addinivalue_line("markers", "real_file: needs a download from PyPI; runs with -m real_file only")
     config.addinivalue_line("markers", "alone: is about a conversation alone in its batch")
 

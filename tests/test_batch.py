@@ -234,7 +234,7 @@ def test_a_lane_that_is_too_long_for_the_model_is_refused_and_one_that_fills_it_
     with pytest.warns(UserWarning, match="has 40 tokens .the model's max_position_embeddings") as seen:
         response = batch_generate(model, tokenizer, prompts, max_tokens=20, return_token_ids=True)
     assert [len(ids or []) for ids in response.token_ids] == [20, 0, 10] and len(seen) == 1
-    assert "has 40 tokens with this prompt: 39 leave place" in str(response.errors[1])
+    assert "has 40 tokens with this prompt: an answer needs at most 39" in str(response.errors[1])
     with pytest.warns(UserWarning, match="12 tokens .max_kv_size"), Engine(model, tokenizer, max_kv_size=12) as engine:
         responses = list(engine.submit(prompts[0], -1))
     assert len(responses) == 9 and responses[-1].finish_reason == "length"

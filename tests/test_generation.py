@@ -81,7 +81,7 @@ def test_a_prompt_may_be_text_or_ids_of_any_kind(model, tokenizer):
         (dict(max_kv_size=5000), "max_kv_size"),
         (dict(input_embeddings=mx.zeros((1, 64))), "input_embeddings"),
         (dict(num_draft_tokens=3), "num_draft_tokens is 3 but there is no drafter"),
-        (dict(draft_model=7), "draft_model is a int"),
+        (dict(draft_model=7), "draft_model is 7, of the kind int"),
         (dict(draft_model="no/such/dir"), "no/such/dir"),
         (dict(stop=""), "stop string is empty"),
         (dict(stop=5), "stop is 5: give a text or a list of texts"),

@@ -159,7 +159,7 @@ def test_an_int8_row_is_as_near_as_its_scale_allows():
         (dict(kv_bits=8, kv_group_size=32, quantized_kv_start=-1), "quantized_kv_start is -1"),
         (dict(max_kv_size=0), "max_kv_size is 0"),
         (dict(max_kv_size=5000), "max_position_embeddings is 4096"),
-        (dict(max_kv_size=9), "has 9 tokens with this prompt: 8 leave place"),
+        (dict(max_kv_size=9), "has 9 tokens with this prompt: an answer needs at most 8"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_in_one_line(fp32, tokenizer, options, word):
@@ -181,7 +181,7 @@ def test_an_answer_ends_with_a_warning_where_the_conversation_is_full(tokenizer,
         with pytest.warns(UserWarning, match=f"the conversation has {60 + room} tokens"):
             found = list(stream)
         assert len(found) == room and found[-1].finish_reason == "length" and cache.tokens == text[: 60 + room]
-        with pytest.raises(ValueError, match="leave place for an answer"):
+        with pytest.raises(ValueError, match="an answer needs at most"):
             next(stream_generate(model, tokenizer, [5], prompt_cache=cache, **options))
     own = make_prompt_cache(model, max_kv_size=70)
     with pytest.warns(UserWarning, match="70 tokens"):

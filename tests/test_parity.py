@@ -243,6 +243,16 @@ def test_an_export_is_refused_before_anything_is_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
 
 
+def test_an_export_that_fails_leaves_nothing_in_the_way_of_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("specmlx.demo.export.held_out_examples", lambda n: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_demo(tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    (tmp_path / "new").mkdir()
+    assert (write_demo(tmp_path / "new") / "prompts.txt").is_file()
+
+
 def test_a_limit_takes_the_first_prompts(directory):
     report = json.loads(run(directory, "--limit", "1", "--json").stdout)
     assert [found["prompt"] for found in report["comparisons"]["DSpark"]["by_prompt"]] == ["Hello"]

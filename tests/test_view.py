@@ -1,6 +1,7 @@
 """Traces and their page: counts against the stream's own, text escaped, figures as a real browser shows them."""
 
 import json
+import os
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -265,6 +266,18 @@ def test_a_trace_that_cannot_be_written_is_told_before_a_model_is_loaded(tmp_pat
     result = run("view", tmp_path / "x.json", "-o", tmp_path / "x.json")
     assert result.exit_code == 2 and "is the trace itself" in result.stderr
     assert read_trace(tmp_path / "x.json") == TRACE
+
+
+def test_a_fifo_is_not_replaced_and_a_link_leads_to_its_file(tmp_path):
+    write_trace(tmp_path / "x.json", TRACE)
+    os.mkfifo(tmp_path / "fifo")
+    for args in (("view", tmp_path / "x.json", "-o"), ("generate", "--model", "no/model", "--trace")):
+        result = run(*args, tmp_path / "fifo")
+        assert result.exit_code == 2 and "fifo is not a regular file" in result.stderr
+    assert (tmp_path / "fifo").is_fifo()
+    (tmp_path / "link.json").symlink_to("x.json")
+    write_trace(tmp_path / "link.json", replace(TRACE, model="another"))
+    assert (tmp_path / "link.json").is_symlink() and read_trace(tmp_path / "x.json").model == "another"
 
 
 @pytest.fixture(scope="module")

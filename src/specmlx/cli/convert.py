@@ -31,6 +31,8 @@ def convert(model: str, draft_model: str | None, out: Path, quantize: str | None
         bar = "#" * filled + "." * (_BAR - filled)
         show_status(f"writing [{bar}] {done / 1e9:.2f} of {total / 1e9:.2f} GB")
 
+    if draft_model == "auto":
+        raise ValueError("--draft-model auto: convert writes a drafter that is named; the default is none")
     drafter = None if draft_model == "none" else draft_model
     with answers() as stdout:
         try:

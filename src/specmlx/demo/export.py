@@ -44,16 +44,24 @@ def write_demo(directory: str | Path, dtype: str = "float32", bits: int | None =
         except ValueError as error:
             raise ValueError(f"can't quantize to {bits} bits in groups of {group_size}: {error}") from None
         config["quantization"] = {"group_size": group_size, "bits": bits, "mode": "affine"}
-    _write(directory, config, dict(tree_flatten(model.parameters())))
-    for name in _TOKENIZER:
-        if (file := resolve("demo") / name).is_file():
-            shutil.copy(file, directory)
-    for name, (drafter_config, weights) in drafters.items():
-        _write(directory / name, drafter_config, weights)
-    questions = [example.question for example in held_out_examples(_QUESTIONS_PER_KIND)]
-    (directory / "prompts.txt").write_text("\n".join(questions) + "\n", encoding="utf-8")
-    rows = [{"prompt": e.question, "category": e.kind} for e in islice(training_examples("export"), _TRAINING_ROWS)]
-    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    directory = directory.absolute()
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _write(partial, config, dict(tree_flatten(model.parameters())))
+        for name in _TOKENIZER:
+            if (file := resolve("demo") / name).is_file():
+                shutil.copy(file, partial)
+        for name, (drafter_config, weights) in drafters.items():
+            _write(partial / name, drafter_config, weights)
+        questions = [example.question for example in held_out_examples(_QUESTIONS_PER_KIND)]
+        (partial / "prompts.txt").write_text("\n".join(questions) + "\n", encoding="utf-8")
+        rows = [{"prompt": e.question, "category": e.kind} for e in islice(training_examples("export"), _TRAINING_ROWS)]
+        (partial / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        partial.replace(directory)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     return directory
 
 

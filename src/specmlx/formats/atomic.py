@@ -16,8 +16,11 @@ def write_atomically(
     """Replace a file by `parts`: after a crash at any moment the old one is whole, or the new one is.
 
     A temporary file beside it is written and synced, renamed, and the directory synced. `private`: only its owner may
-    read it. `system` makes the calls, as `os` does. Raises OSError, with the old file as it was and nothing left over.
+    read it. `system` makes the calls, as `os` does. A link stays, and the file behind it is replaced. Raises OSError,
+    with the old file as it was and nothing left over, and ValueError for a path that is no regular file.
     """
+    path = path.resolve()
+    check_replaceable(path)
     _sweep(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
@@ -43,9 +46,17 @@ def write_atomically(
 
 
 def check_folder(flag: str, path: Path | None) -> None:
-    """Raises ValueError where a file to be written, the value of a `flag`, has no folder."""
+    """Raises ValueError where a file to be written, the value of a `flag`, has no folder or is no regular file."""
     if path is not None and not path.absolute().parent.is_dir():
         raise ValueError(f"{flag} {path}: there is no directory {path.parent}")
+    if path is not None:
+        check_replaceable(path)
+
+
+def check_replaceable(path: Path) -> None:
+    """Raises ValueError for a device, a FIFO or a directory, which a renamed file would take the place of."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is not a regular file: name a file that can be replaced")
 
 
 def _sweep(path: Path) -> None:

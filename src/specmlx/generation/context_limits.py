@@ -41,7 +41,7 @@ def tokens_left(limit: tuple[int, str] | None, tokens: int) -> int | None:
     most, what = limit
     if tokens >= most:
         raise ValueError(
-            f"the conversation has {tokens} tokens with this prompt: {most - 1} leave place for an answer ({what})"
+            f"the conversation has {tokens} tokens with this prompt: an answer needs at most {most - 1} ({what})"
         )
     return most - tokens
 

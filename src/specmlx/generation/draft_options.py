@@ -29,7 +29,8 @@ def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int
     else:
         drafter = load_drafter(draft_model, model) if isinstance(draft_model, str) else draft_model
     if drafter is not None and not isinstance(drafter, Drafter):
-        raise ValueError(f"draft_model is a {type(drafter).__name__}: load a drafter with specmlx.load_drafter")
+        kind = type(drafter).__name__
+        raise ValueError(f"draft_model is {drafter!r:.40}, of the kind {kind}: load it with specmlx.load_drafter")
     check_width(drafter, num_draft_tokens, reason)
     if drafter is None:
         return None, Stats(mode="plain", reason=reason)

@@ -239,6 +239,9 @@ def _attach(
         reason = "draft_model is None"
     elif draft_model != AUTO:
         named = isinstance(draft_model, (str, Path))
+        if not named and not isinstance(draft_model, Drafter):
+            kind = type(draft_model).__name__
+            raise ValueError(f"draft_model is {draft_model!r:.40}, of the kind {kind}: give a name, a drafter or None")
         drafter = _load_drafter(draft_model, model, dtype, settings) if named else draft_model
         if not named and settings != DraftSettings():
             settings.apply(drafter, [folder])
