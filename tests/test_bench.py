@@ -1,6 +1,7 @@
 """What `specmlx bench` measures, and what it says of it."""
 
 import json
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -188,3 +189,29 @@ def test_a_profile_takes_the_decoding_of_the_same_text_apart(directory):
     assert not found[0].stats.phases.get("other host work")
     result = CliRunner().invoke(main, ["generate", "--model", str(directory), "-m", "4", "--profile"])
     assert result.exit_code == 0 and "verify" in result.stderr and "without --profile they overlap" in result.stderr
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["dflash", "dspark"])
+def test_a_profile_drafts_by_the_very_calls_of_a_run_without_one(drafter, temp, directory):
+    model, tokenizer = load(str(directory), draft_model=str(directory / drafter))
+
+    def calls(profile: bool) -> list[str]:
+        found = []
+
+        def record(frame, event, arg):
+            if event == "call" and "/specmlx/drafters/" in frame.f_code.co_filename.replace("\\", "/"):
+                found.append(frame.f_code.co_qualname)
+
+        options = dict(num_draft_tokens=3, seed=1, sampler=make_sampler(temp=temp), profile=profile)
+        list(stream_generate(model, tokenizer, "Hello", 4, **options))
+        sys.setprofile(record)
+        try:
+            list(stream_generate(model, tokenizer, "Hello", 16, **options))
+        finally:
+            sys.setprofile(None)
+        # A profile waits for what the drafter holds, and so reads which arrays these are.
+        return [name for name in found if ".arrays" not in name]
+
+    plain = calls(False)
+    assert calls(True) == plain and any("propose" in name for name in plain)
