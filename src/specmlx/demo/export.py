@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from specmlx.demo.tasks import held_out_examples, training_examples
 from specmlx.drafters.settings import FREQUENCIES
+from specmlx.formats.atomic import whole_directory
 from specmlx.formats.checkpoint import read_config
 from specmlx.loading.load import load, resolve
 from specmlx.loading.resolve import DEMO_DRAFTERS
@@ -44,10 +45,7 @@ def write_demo(directory: str | Path, dtype: str = "float32", bits: int | None =
         except ValueError as error:
             raise ValueError(f"can't quantize to {bits} bits in groups of {group_size}: {error}") from None
         config["quantization"] = {"group_size": group_size, "bits": bits, "mode": "affine"}
-    directory = directory.absolute()
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with whole_directory(directory) as partial:
         _write(partial, config, dict(tree_flatten(model.parameters())))
         for name in _TOKENIZER:
             if (file := resolve("demo") / name).is_file():
@@ -58,10 +56,6 @@ def write_demo(directory: str | Path, dtype: str = "float32", bits: int | None =
         (partial / "prompts.txt").write_text("\n".join(questions) + "\n", encoding="utf-8")
         rows = [{"prompt": e.question, "category": e.kind} for e in islice(training_examples("export"), _TRAINING_ROWS)]
         (partial / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        partial.replace(directory)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return directory
 
 

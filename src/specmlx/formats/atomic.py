@@ -3,7 +3,8 @@
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -43,6 +44,24 @@ def write_atomically(
         system.fsync(directory)
     finally:
         system.close(directory)
+
+
+@contextlib.contextmanager
+def whole_directory(out: Path) -> Iterator[Path]:
+    """A new directory that takes the name `out` once the work in it is done, and is removed where that fails.
+
+    `out` is missing or empty.
+    """
+    out = out.absolute()
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        partial.replace(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def check_folder(flag: str, path: Path | None) -> None:

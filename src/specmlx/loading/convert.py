@@ -16,6 +16,7 @@ from specmlx.drafters.config import DrafterConfig, is_language_model
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.drafters.written import plain_config
+from specmlx.formats.atomic import whole_directory
 from specmlx.formats.checkpoint import INDEX, read_config, safetensors, shards_of
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
 from specmlx.loading.resolve import MTP, NGRAM, resolve
@@ -72,10 +73,7 @@ def convert(
     module = target.lm if isinstance(target, AnyLM) else target
     if bits is not None:
         config = _quantized(module, config, bits, group_size)
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with whole_directory(out) as partial:
         _write_weights(partial, module, config, progress)
         _write_json(partial / "config.json", config)
         with tokenizer_files(source) as own:
@@ -85,10 +83,6 @@ def convert(
         if drafter:
             _write_drafter(partial / "draft", *drafter)
         _sync(partial)
-        partial.replace(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return out
 
 
