@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from kernels import measured  # noqa: E402
 
 HERE = Path(__file__).parent.parent
-TESTS = HERE / "tests" / "test_on_metal.py"
+TESTS = HERE / "tests" / "kernels" / "test_on_metal.py"
 
 
 def run_tests() -> dict[str, str]:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
+from rig import tokens
 
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
@@ -101,3 +102,19 @@ def golden_drafter(case: str, **changes):
     own = {name: w for name, w in case_weights(case).items() if not name.startswith(("embed_tokens", "lm_head"))}
     drafter.model.load_weights([(name, w.astype(mx.float32)) for name, w in own.items()])
     return drafter
+
+
+def shown(drafter, width: int = 4, policy=None):
+    context = drafter.new_context()
+    rows = mx.random.normal((1, 9, HIDDEN * len(drafter.tap_ids)), key=mx.random.key(0))
+    drafter.observe(context, tokens(1, 9), rows, 9)
+    greedy = policy or Greedy()
+    return drafter.propose(context, mx.array([5], dtype=mx.int32), width, greedy), greedy
+
+
+def propose(drafter) -> mx.array:
+    context, greedy = drafter.new_context(), Greedy()
+    features = mx.random.normal((1, 9, 2 * HIDDEN), key=mx.random.key(0))
+    drafter.observe(context, mx.zeros((1, 9), dtype=mx.int32), features, 9)
+    drafter.propose(context, mx.array([5], dtype=mx.int32), drafter.max_width, greedy)
+    return greedy.logits

@@ -203,7 +203,7 @@ def missing(rows: tuple[Row, ...]) -> list[str]:
     for row in rows:
         functions, strings = set(), set()
         for name in {test.partition("::")[0] for test in row.compared + row.refused}:
-            file = TESTS / f"{name}.py"
+            file = next(TESTS.glob(f"*/{name}.py"), TESTS / f"{name}.py")
             tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
             functions |= {f"{name}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
             strings |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
