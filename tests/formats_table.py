@@ -206,7 +206,9 @@ def missing(rows: tuple[Row, ...]) -> list[str]:
             file = next(TESTS.glob(f"*/{name}.py"), TESTS / f"{name}.py")
             tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
             functions |= {f"{name}::{node.name}" for node in tree.body if isinstance(node, ast.FunctionDef)}
-            strings |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+            kits = [TESTS / f"{node.module}.py" for node in tree.body if isinstance(node, ast.ImportFrom)]
+            for part in (tree, *(ast.parse(kit.read_text(encoding="utf-8")) for kit in kits if kit.is_file())):
+                strings |= {node.value for node in ast.walk(part) if isinstance(node, ast.Constant)}
         found += [test for test in row.compared + row.refused if test not in functions]
         found += [f"{row.format}: no {case}" for case in row.cases if case not in strings]
         if not row.refused or (not row.compared and not row.status.startswith("refused")):

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from drafter_kit import case_weights, golden_config, golden_target, write_drafter
+from drafter_kit import GOLDENS, case_weights, golden_config, golden_target, write_drafter
 from replay_kit import observe_rows, observe_verified, replay
 
 from specmlx.drafters.checkpoint import load_drafter
@@ -22,6 +22,11 @@ CASES = [
     "dspark_rnn",
     "dflash_biased",
 ]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return mx.load(str(GOLDENS / "expected.safetensors"))
 
 
 @pytest.mark.parametrize("case", CASES)
