@@ -190,8 +190,14 @@ def test_a_target_without_a_drafter_is_compared_with_prompt_lookup(directory, tm
 
 @pytest.mark.parametrize(
     "bits, changes, prompts",
-    [(None, (), 60), (4, (), 20), (8, (), 20), (None, ("--dtype", "bfloat16"), 20)],
-    ids=["fp32", "4-bit", "8-bit", "bf16"],
+    [
+        (None, (), 20),
+        (4, (), 20),
+        (8, (), 20),
+        (None, ("--dtype", "bfloat16"), 20),
+        pytest.param(None, (), 60, marks=pytest.mark.slow),
+    ],
+    ids=["fp32", "4-bit", "8-bit", "bf16", "fp32, 60 prompts"],
 )
 def test_the_demo_pair_gives_the_tokens_of_mlx_lm(bits, changes, prompts, tmp_path):
     pair = write_demo(tmp_path / "pair", bits=bits)
