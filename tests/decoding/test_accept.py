@@ -8,16 +8,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specmlx.decoding.accept import Outcome, accept_match, accept_rejection
+from specmlx.decoding.accept import Outcome
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.processors import make_logits_processors
 from specmlx.decoding.sampling import make_sampler
+from specmlx.kernels import accept
 
 N, V = 200_000, 16
 BOUND = 44.3  # chi-square with 15 degrees of freedom exceeds it once in 10,000
 RNG = np.random.default_rng(3)
 P = RNG.dirichlet(np.ones(V), size=3).astype(np.float32)  # one row for each of γ + 1 = 3 verified rows
 Q = RNG.dirichlet(np.ones(V), size=2).astype(np.float32)
+
+
+def accept_match(tokens, target_tokens):
+    return Outcome(*accept.match(tokens, target_tokens))
+
+
+def accept_rejection(tokens, q, p, u, noise):
+    return Outcome(*accept.rejection(tokens, q, p, u, noise))
 
 
 def each_lane(rows):

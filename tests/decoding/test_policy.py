@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from mlx_lm import sample_utils
 
-from specmlx.decoding.policy import Policy, normalise
+from specmlx.decoding.policy import Policies, Policy
 from specmlx.decoding.processors import make_logits_processors
 from specmlx.decoding.rng import Noise
-from specmlx.decoding.sampling import make_sampler
+from specmlx.decoding.sampling import make_sampler, normalise
 from specmlx.drafters.proposal import among
 
 V, WIDTH, LENGTH = 12, 4, 60
@@ -52,7 +52,7 @@ def write(policy, drafter=None, width=WIDTH, dtype=mx.float32, length=LENGTH, se
         rows = mx.array(np.stack([target(text + drafted[:t]) for t in range(len(drafted) + 1)])).astype(dtype)
         tokens = mx.array(drafted, dtype=mx.int32).reshape(1, -1)
         q = mx.concatenate(q, axis=1) if q and q[0] is not None else None
-        outcome, row_logprobs = around.accept(tokens, q, rows[None], text)
+        outcome, row_logprobs = policy.at(len(text), text).accept(tokens, q, rows[None])
         n = outcome.accepted.item()
         assert row_logprobs.shape == (1, len(drafted) + 1, V) and outcome.next_anchor.dtype == mx.int32
         text += [*drafted[:n], outcome.next_anchor.item()]
@@ -207,9 +207,8 @@ def test_rows_that_a_sequential_policy_did_not_reach_are_nan_and_the_targets_log
 
     logits = mx.random.normal((2, 3, V), key=mx.random.key(1))
     before = logits + 0
-    history = mx.array([[-1, 4], [5, 6]])
     drafted = mx.array([[0, 1], [V - 1, 2]])
-    outcome, logprobs = Policy(None, [in_place]).at(2).accept(drafted, None, logits, history)
+    outcome, logprobs = Policies([Policy(None, [in_place])] * 2).at([1, 2], [[4], [5, 6]]).accept(drafted, None, logits)
     assert (outcome.accepted.tolist(), outcome.next_anchor.tolist()) == ([0, 1], [V - 1, V - 1])
     assert mx.isnan(logprobs).all(axis=-1).tolist() == [[False, True, True], [False, False, True]]
     assert mx.array_equal(logits, before)
@@ -237,8 +236,12 @@ def test_lanes_with_their_own_seed_history_and_position_equal_each_lane_alone():
     seeds, positions, histories = [7, 8], [5, 30], [[1, 2], [4, 4, 4]]
     for last in ([], [lambda tokens, logits: logits]):
         processors = [*make_logits_processors(**PENALTIES), *last]
-        policy = Policy(make_sampler(**FILTERS), processors, seed=seeds)
-        around = policy.at(mx.array(positions), mx.array([[-1, 1, 2], [4, 4, 4]]))
+        if last:
+            policies = [Policy(make_sampler(**FILTERS), processors, seed=seed) for seed in seeds]
+            around = Policies(policies).at(positions, histories)
+        else:
+            policy = Policy(make_sampler(**FILTERS), processors, seed=seeds)
+            around = policy.at(mx.array(positions), mx.array([[-1, 1, 2], [4, 4, 4]]))
         tokens, q = around.draft(logits[:, :3], 0)
         together, _ = around.accept(tokens, q, logits)
         for lane in range(2):
@@ -289,11 +292,11 @@ def test_what_cannot_be_honoured_is_refused_in_one_line():
         (lambda: Policy().at(0).accept(mx.zeros((1, 2), mx.int32), None, logits), "1 rows for 2 tokens"),
         (lambda: Policy(None, penalties).at(0).accept(nothing, None, logits), "history="),
         (
-            lambda: Policy(None, [lambda tokens, x: None]).at(0).accept(nothing, None, logits, [1]),
+            lambda: Policy(None, [lambda tokens, x: None]).at(0, [1]).accept(nothing, None, logits),
             r"logits_processors\[0\] .*NoneType",
         ),
         (
-            lambda: Policy(None, [*penalties, lambda tokens, x: x[0]]).at(0).accept(nothing, None, logits, [1]),
+            lambda: Policy(None, [*penalties, lambda tokens, x: x[0]]).at(0, [1]).accept(nothing, None, logits),
             r"logits_processors\[1\] ",
         ),
         (lambda: Policy(lambda x: mx.array([V])).at(0).accept(nothing, None, logits), f"0..{V - 1}, got {V}"),

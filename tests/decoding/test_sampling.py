@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from mlx_lm import sample_utils
 
-from specmlx.decoding.policy import normalise
 from specmlx.decoding.rng import DOMAINS, Noise
-from specmlx.decoding.sampling import make_sampler
+from specmlx.decoding.sampling import make_sampler, normalise
 
 V = 40
 

@@ -21,8 +21,7 @@ from specmlx import (
 )
 from specmlx.cache.layers import LayerStates
 from specmlx.cache.store import usable_memory
-from specmlx.decoding.mixed_policy import Policies
-from specmlx.decoding.policy import Policy
+from specmlx.decoding.policy import Policies, Policy
 from specmlx.drafters.proposal import Proposal
 from specmlx.generation.generate import stream_generate
 from specmlx.targets.hybrid import Model
@@ -128,7 +127,7 @@ def test_a_lane_decides_as_it_would_alone_whatever_rules_the_others_follow():
     histories = [[i, i + 1, 2] for i in range(B)]
     drafts, logits = mx.random.normal((B, width, V)), mx.random.normal((B, width + 1, V))
     lanes = Policies(policies).at(positions, histories)
-    assert len(lanes.groups) == 4, "the two lanes that sample alike belong together"
+    assert len(lanes.parts) == 4, "the two lanes that sample alike belong together"
     tokens, q = lanes.draft(drafts, 0)
     outcome, logprobs = lanes.accept(tokens, q, logits)
     for i, policy in enumerate(policies):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from specmlx.cache.conversation import Count, Draft, Held, Observable
-from specmlx.decoding.mixed_policy import MixedPolicy
-from specmlx.decoding.policy import RoundPolicy
+from specmlx.decoding.policy import MixedPolicy, RoundPolicy
 from specmlx.drafters.proposal import Context, Drafter, Joinable, Proposal
 
 # Passes without a proposal, and rows of them, that are kept until the drafter is shown them all at once.

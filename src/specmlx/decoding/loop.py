@@ -12,10 +12,9 @@ from specmlx.decoding import joint
 from specmlx.decoding.draft_length import Widths
 from specmlx.decoding.drafting import observe, observe_ahead, propose
 from specmlx.decoding.lane_width import widths_of
-from specmlx.decoding.mixed_policy import MixedPolicy, Policies
-from specmlx.decoding.policy import RoundPolicy
+from specmlx.decoding.policy import MixedPolicy, Policies, RoundPolicy
 from specmlx.decoding.prefill import Checkpoints, prefill
-from specmlx.decoding.round import Delivery, OnProposal, Round, Target, until_stop
+from specmlx.decoding.round import Delivery, OnProposal, Round, Target
 from specmlx.decoding.sequence import Sequence, Token
 from specmlx.decoding.timer import ACCEPT, DRAFT, OBSERVE, VERIFY, Timer, round_seconds
 from specmlx.drafters.proposal import Drafter, Proposal
@@ -76,7 +75,7 @@ class Batch:
         outcome, logprobs = policy.accept(proposal.tokens, proposal.q, verified.logits)
         if self.decide:
             decided = self.decide(mx.stack([outcome.accepted, outcome.next_anchor]))
-            outcome = replace(outcome, accepted=decided[0], next_anchor=decided[1])
+            outcome = outcome._replace(accepted=decided[0], next_anchor=decided[1])
         if self.timer:
             self.timer.lap(ACCEPT, (outcome.accepted, outcome.next_anchor, logprobs))
         observable, rows = Observable(rows, verified.features), [list(each) for each in logprobs]
@@ -225,8 +224,6 @@ class Batch:
             proposal = replace(proposal, tokens=self.decide(proposal.tokens))
         if self.on_proposal is not None:
             proposal = self.on_proposal(proposal)
-        if self._policies.sequential and len(self.sequences) == 1:
-            proposal = until_stop(proposal, self.sequences[0].stop_tokens)
         if self.timer:
             self.timer.lap(DRAFT, (proposal.tokens, proposal.q))
         return proposal

@@ -1,7 +1,7 @@
 """One round on its way through the device, and what the host reads of it."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -113,10 +113,3 @@ class Round:
             at = accepted[i : i + 1] + 1 + mx.arange(len(history) + T)
             found.append(mx.take_along_axis(mx.concatenate([known, given[i : i + 1]], axis=1), at, axis=1))
         return found
-
-
-def until_stop(proposal: Proposal, stop_tokens: Collection[int]) -> Proposal:
-    """The proposal up to a stop token: callables of the user's see no row behind one, as in plain decoding."""
-    drafted = proposal.tokens[0].tolist()
-    keep = next((i for i, token in enumerate(drafted) if token in stop_tokens), len(drafted))
-    return Proposal(proposal.tokens[:, :keep])

@@ -7,6 +7,7 @@ mlx_lm.sample_utils keeps, in the dtype of the logits; the temperature is applie
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -58,9 +59,29 @@ def apply_top_k(logprobs: mx.array, top_k: int) -> mx.array:
     return mx.put_along_axis(logprobs, rest, mx.array(-float("inf"), logprobs.dtype), axis=-1)
 
 
+def normalise(logits: mx.array) -> mx.array:
+    """Log-probabilities in the logits' own dtype, as mlx_lm.generate computes them, [..., V] -> [..., V].
+
+    Greedy is decided on these: rounding makes ties that the logits do not have.
+    """
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
 @dataclass(frozen=True)
 class Sampler:
-    """Sampling settings with mlx-lm's names; callable as mlx-lm's samplers are. See `make_sampler`."""
+    """Sampling settings, as mlx_lm.sample_utils.make_sampler takes them, callable as its samplers are.
+
+    temp: the temperature, applied last; 0 takes the argmax.
+    top_p: keep the most probable tokens up to this mass; 0 and 1 are off.
+    min_p: keep tokens of at least this share of the top probability; 0 is off.
+    min_tokens_to_keep: how many tokens min_p always keeps.
+    top_k: keep this many tokens, fewer than the vocabulary has; 0 is off.
+    xtc_probability: how often XTC removes the top choices; 0 is off.
+    xtc_threshold: the probability above which XTC sees a top choice.
+    xtc_special_tokens: ids that XTC never removes.
+
+    Raises ValueError for bad values.
+    """
 
     temp: float = 0.0
     top_p: float = 0.0
@@ -69,7 +90,7 @@ class Sampler:
     top_k: int = 0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    xtc_special_tokens: tuple[int, ...] = ()
+    xtc_special_tokens: Sequence[int] | None = ()
 
     def __post_init__(self):
         for name, most, hint in (
@@ -82,6 +103,8 @@ class Sampler:
             object.__setattr__(self, name, number(name, getattr(self, name), 0, most, hint))
         for name, least in (("top_k", 0), ("min_tokens_to_keep", 1)):
             object.__setattr__(self, name, integer(name, getattr(self, name), least))
+        special = tuple(int(token) for token in self.xtc_special_tokens or ())
+        object.__setattr__(self, "xtc_special_tokens", special)
 
     @property
     def greedy(self) -> bool:
@@ -140,27 +163,11 @@ class Sampler:
         return logprobs
 
 
-def make_sampler(
-    temp: float = 0.0,
-    top_p: float = 0.0,
-    min_p: float = 0.0,
-    min_tokens_to_keep: int = 1,
-    top_k: int = 0,
-    xtc_probability: float = 0.0,
-    xtc_threshold: float = 0.1,
-    xtc_special_tokens: Sequence[int] | None = None,
-) -> Sampler:
-    """mlx_lm.sample_utils.make_sampler, with a result that carries its settings; bad values raise ValueError.
+make_sampler = Sampler
 
-    Args:
-        temp: the temperature, applied last; 0 takes the argmax.
-        top_p: keep the most probable tokens up to this mass; 0 and 1 are off.
-        min_p: keep tokens of at least this share of the top probability; 0 is off.
-        min_tokens_to_keep: how many tokens min_p always keeps.
-        top_k: keep this many tokens, fewer than the vocabulary has; 0 is off.
-        xtc_probability: how often XTC removes the top choices; 0 is off.
-        xtc_threshold: the probability above which XTC sees a top choice.
-        xtc_special_tokens: ids that XTC never removes.
-    """
-    special = tuple(int(token) for token in xtc_special_tokens or ())
-    return Sampler(temp, top_p, min_p, min_tokens_to_keep, top_k, xtc_probability, xtc_threshold, special)
+
+def plain_sampler(sampler: Any) -> Any:
+    """The sampler, None where it is mlx_lm's greedy one."""
+    from mlx_lm.sample_utils import greedy_sampler
+
+    return None if sampler is greedy_sampler else sampler

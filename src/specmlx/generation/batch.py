@@ -12,8 +12,9 @@ from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
 from specmlx.decoding.draft_length import FULL, AutoWidth
 from specmlx.decoding.lane_width import LaneWidths
-from specmlx.decoding.policy import Policy, plain_sampler
+from specmlx.decoding.policy import Policy
 from specmlx.decoding.processors import Processor
+from specmlx.decoding.sampling import plain_sampler
 from specmlx.decoding.stats import Stats
 from specmlx.decoding.stops import StopStrings
 from specmlx.drafters.proposal import Drafter

@@ -15,8 +15,9 @@ from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
 from specmlx.decoding import loop
 from specmlx.decoding.draft_length import AutoWidth
-from specmlx.decoding.policy import Policy, plain_sampler
+from specmlx.decoding.policy import Policy
 from specmlx.decoding.round import OnProposal
+from specmlx.decoding.sampling import plain_sampler
 from specmlx.decoding.stops import StopStrings
 from specmlx.decoding.timer import DETOKENIZE, Timer
 from specmlx.drafters.proposal import Drafter
