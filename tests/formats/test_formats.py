@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from rig import same_bits, tiny, tokens
 
-from specmlx.formats.dense import column_major
+from specmlx.formats.module_weights import column_major
 
 
 @pytest.mark.linux_bits

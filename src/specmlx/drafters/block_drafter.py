@@ -11,7 +11,7 @@ from specmlx.drafters.block import BlockTrunk, Join
 from specmlx.drafters.context import SLACK, Context, Rows
 from specmlx.drafters.pairing import TargetSizes
 from specmlx.drafters.vocabulary import DraftVocabulary, logits_of
-from specmlx.formats.identity import fingerprint
+from specmlx.formats.module_weights import fingerprint
 
 # How many rows before the anchor the layers see that have no window of their own.
 DRAFT_WINDOW = 4096

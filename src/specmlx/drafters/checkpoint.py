@@ -17,7 +17,7 @@ from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.drafters.vocabulary import DraftVocabulary, published_vocabulary
 from specmlx.drafters.weights import check_names, quantize_as_stored
 from specmlx.formats.checkpoint import read_config, read_weights, tensors_of
-from specmlx.formats.dense import column_major
+from specmlx.formats.module_weights import column_major
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import place
 from specmlx.targets.checkpoint import cast, check_sizes

@@ -11,7 +11,7 @@ from specmlx.cache.kv import KV, merge, reserve, take, write
 from specmlx.drafters.block_drafter import Target
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.drafters.vocabulary import DraftVocabulary, logits_of
-from specmlx.formats.identity import fingerprint
+from specmlx.formats.module_weights import fingerprint
 from specmlx.targets.config import FULL, HybridConfig
 from specmlx.targets.hybrid import DecoderLayer
 

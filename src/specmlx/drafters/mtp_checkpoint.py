@@ -12,7 +12,7 @@ from specmlx.drafters.mtp_norms import RunningTarget, settle_norms
 from specmlx.drafters.pairing import is_split_mtp, mtp_reasons
 from specmlx.drafters.weights import check_names, quantize_as_stored
 from specmlx.formats.checkpoint import read_config, read_weights, shards_of
-from specmlx.formats.dense import column_major
+from specmlx.formats.module_weights import column_major
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.formats.scaled_linear import place
 from specmlx.targets.checkpoint import cast

@@ -125,7 +125,7 @@ class Joinable(Protocol):
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """What can tell its weights from others', in another process too (see `formats.identity`)."""
+    """What can tell its weights from others', in another process too (see `formats.module_weights`)."""
 
     fingerprint: str
 

@@ -21,8 +21,14 @@ def write_atomically(
     with the old file as it was and nothing left over, and ValueError for a path that is no regular file.
     """
     path = path.resolve()
-    check_replaceable(path)
-    _sweep(path)
+    _check_replaceable(path)
+    # What writers of this file left that were killed.
+    for partial in path.parent.glob(f".{path.name}.*.partial"):
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                os.kill(int(partial.name.split(".")[-3]), 0)
+            except ProcessLookupError:
+                partial.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
     try:
         file = system.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
@@ -39,18 +45,22 @@ def write_atomically(
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    directory = system.open(path.parent, os.O_RDONLY)
+    _sync(path.parent, system)
+
+
+def _sync(path: Path, system: ModuleType = os) -> None:
+    descriptor = system.open(path, os.O_RDONLY)
     try:
-        system.fsync(directory)
+        system.fsync(descriptor)
     finally:
-        system.close(directory)
+        system.close(descriptor)
 
 
 @contextlib.contextmanager
 def whole_directory(out: Path) -> Iterator[Path]:
-    """A new directory that takes the name `out` once the work in it is done, and is removed where that fails.
+    """A new directory that takes the name `out`, missing or empty, once the work in it is done and synced.
 
-    `out` is missing or empty.
+    It is removed where that fails.
     """
     out = out.absolute()
     partial = out.with_name(f".{out.name}.partial")
@@ -58,6 +68,8 @@ def whole_directory(out: Path) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
+        for file in [*partial.rglob("*"), partial]:
+            _sync(file)
         partial.replace(out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -66,24 +78,13 @@ def whole_directory(out: Path) -> Iterator[Path]:
 
 def check_folder(flag: str, path: Path | None) -> None:
     """Raises ValueError where a file to be written, the value of a `flag`, has no folder or is no regular file."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"{flag} {path}: there is no directory {path.parent}")
     if path is not None:
-        check_replaceable(path)
+        if not path.absolute().parent.is_dir():
+            raise ValueError(f"{flag} {path}: there is no directory {path.parent}")
+        _check_replaceable(path)
 
 
-def check_replaceable(path: Path) -> None:
+def _check_replaceable(path: Path) -> None:
     """Raises ValueError for a device, a FIFO or a directory, which a renamed file would take the place of."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a regular file: name a file that can be replaced")
-
-
-def _sweep(path: Path) -> None:
-    """Remove what writers of this file left that were killed."""
-    for partial in path.parent.glob(f".{path.name}.*.partial"):
-        try:
-            os.kill(int(partial.name.split(".")[-3]), 0)
-        except ProcessLookupError:
-            partial.unlink(missing_ok=True)
-        except (OSError, ValueError):
-            continue

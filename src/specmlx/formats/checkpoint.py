@@ -12,8 +12,7 @@ from specmlx.formats.config import shown
 from specmlx.formats.header import MOST, Entry, read_header, read_json
 
 DTYPES = {mx.float32: "F32", mx.float16: "F16", mx.bfloat16: "BF16", mx.bool_: "BOOL"}
-DTYPES |= {getattr(mx, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)}
-DTYPES |= {getattr(mx, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)}
+DTYPES |= {getattr(mx, f"{kind}{n}"): f"{kind[0].upper()}{n}" for kind in ("int", "uint") for n in (8, 16, 32, 64)}
 
 # Bytes of a config.json.
 MOST_CONFIG = 1 << 24
@@ -61,19 +60,22 @@ def shards_of(path: Path, stem: str = "model") -> dict[Path, dict[str, Entry]]:
     Raises ValueError in one line as `chosen_shards`, and for a file that is cut or corrupt, which mx.load, being lazy,
     would notice at the last tensor only.
     """
-    index, named = path / f"{stem}{INDEX}", None
-    if os.path.lexists(index):
-        named = weight_map(read_config(path, index.name, MOST), index)
+    name = f"{stem}{INDEX}"
+    index = read_config(path, name, MOST) if os.path.lexists(path / name) else None
     names = sorted(file.name for file in path.glob("*.safetensors"))
-    if not names and named is None:
-        raise ValueError(_no_files(path))
-    chosen = chosen_shards(names, named, lambda name: read_header(path / name), path, stem)
+    if not names and index is None:
+        if others := sorted(file.name for suffix in _OTHER_FORMATS for file in path.glob(f"*{suffix}")):
+            raise ValueError(
+                f"{path} has no *.safetensors but {others[0]}, which specmlx doesn't read: save it with safetensors"
+            )
+        raise ValueError(f"no *.safetensors in {path}: the download may be incomplete")
+    chosen = chosen_shards(names, index, lambda name: read_header(path / name), path, stem)
     return {path / name: entries for name, entries in chosen.items()}
 
 
 def chosen_shards(
     names: list[str],
-    named: dict[str, str] | None,
+    index: dict[str, Any] | None,
     read: Callable[[str], dict[str, Entry]],
     where: Path | str,
     stem: str = "model",
@@ -81,16 +83,22 @@ def chosen_shards(
     """Of a folder's safetensors files those that count, each with the tensors that are taken from it.
 
     Args:
-        named: the index's file of each tensor. It says which files count, and which of them a tensor is taken from that
-            several hold. Without it every file counts whose name begins with `stem`, or every file if none does.
+        index: what the folder's index holds. Its weight_map says which files count, and which of them a tensor is
+            taken from. Without it every file counts whose name begins with `stem`, or every file if none does.
         read: gives a file's tensors.
 
-    Raises ValueError in one line for an index that the files contradict, and for a tensor that two files hold.
+    Raises ValueError in one line for an index that names no files of its folder or that the files contradict, and for a
+    tensor that two files hold.
     """
-    if named is None:
+    if index is None:
         named, files = {}, [name for name in names if name.startswith(stem)] or names
     else:
+        named, file = index.get("weight_map"), f"{where}/{stem}{INDEX}"
+        if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
+            raise ValueError(f"{file} has no weight_map from tensors to files: download it again")
         files = sorted(set(named.values()))
+        if outside := [name for name in files if name in (".", "..") or Path(name).name != name]:
+            raise ValueError(f"{file} names {outside[0][:80]!r}: a model's files are in the folder of its index")
         if lost := sorted(set(files) - set(names)):
             raise ValueError(
                 f"{where} lacks {lost[0]}, which {stem}{INDEX} names: download it, or delete the index if it is stale"
@@ -105,16 +113,6 @@ def chosen_shards(
     if lost := [name for name in named if name not in found]:
         raise ValueError(f"{where}: {named[lost[0]]} lacks {lost[0]}, which the index says is there: download both")
     return chosen
-
-
-def weight_map(index: dict[str, Any], where: Path | str) -> dict[str, str]:
-    """An index's file of each tensor. Raises ValueError in one line unless all are names of files in its folder."""
-    named = index.get("weight_map")
-    if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
-        raise ValueError(f"{where} has no weight_map from tensors to files: download it again")
-    if outside := [name for name in named.values() if name in (".", "..") or Path(name).name != name]:
-        raise ValueError(f"{where} names {outside[0][:80]!r}: a model's files are in the folder of its index")
-    return named
 
 
 def tensors_of(path: Path) -> dict[str, Entry]:
@@ -134,13 +132,6 @@ def read_weights(path: Path, stem: str = "model") -> dict[str, mx.array]:
     return weights
 
 
-def _no_files(path: Path) -> str:
-    others = sorted(file.name for suffix in _OTHER_FORMATS for file in path.glob(f"*{suffix}"))
-    if others:
-        return f"{path} has no *.safetensors but {others[0]}, which specmlx doesn't read: save it with safetensors"
-    return f"no *.safetensors in {path}: the download may be incomplete"
-
-
 def header_bytes(header: dict[str, Any]) -> bytes:
     """The first bytes of a safetensors file: the header's length and its text."""
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -151,15 +142,11 @@ def header_bytes(header: dict[str, Any]) -> bytes:
 def safetensors(arrays: dict[str, mx.array], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file, part by part: header, then the tensors by name."""
     header, end = {"__metadata__": dict(sorted(metadata.items()))}, 0
-    names = sorted(arrays)
-    for name in names:
-        x = arrays[name]
+    for name, x in sorted(arrays.items()):
         header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [end, end + x.nbytes]}
         end += x.nbytes
-    first = header_bytes(header)
-    yield first[:8]
-    yield first[8:]
-    for name in names:
-        if arrays[name].size:
+    yield header_bytes(header)
+    for _, x in sorted(arrays.items()):
+        if x.size:
             # As bytes, since Python's buffers know no bfloat16.
-            yield memoryview(mx.contiguous(arrays[name].reshape(-1)).view(mx.uint8))
+            yield memoryview(mx.contiguous(x.reshape(-1)).view(mx.uint8))

@@ -9,7 +9,7 @@ REQUIRED: Any = object()
 # Of a matrix or a vocabulary: what a file that is no model might say would take all memory.
 MOST = 1 << 28
 _LARGEST = 1e15
-_NAMES = {int: "integer", float: "number", bool: "true or false", str: "name", dict: "object"}
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a name", dict: "an object"}
 
 
 def read(
@@ -31,10 +31,25 @@ def read(
     value = config.get(key)
     if value is None and default is not REQUIRED:
         return default
-    if not _fits(value, kind, above, least, most):
-        found = f"config.json lacks {key}" if value is None else f"{key} is {shown(value)}"
-        raise ValueError(f"{found}: it must be {_wanted(kind, above, least, most)}")
-    return value
+    item, values = (kind[0], value) if isinstance(kind, list) else (kind, [value])
+
+    def fits(x: Any) -> bool:
+        if item not in (int, float):
+            return isinstance(x, item)
+        # bool is an int to isinstance; NaN fails every comparison.
+        if type(x) not in (int, item) or not -_LARGEST < x < _LARGEST:
+            return False
+        return (above is None or x > above) and (least is None or x >= least) and (most is None or x <= most)
+
+    if isinstance(values, list) and all(map(fits, values)):
+        return value
+    bounds = [f"above {above}"] if above else []
+    bounds += [f"at least {least}"] if least is not None else []
+    bounds += [f"at most {most}"] if most is not None and (above is not None or least is not None) else []
+    name = f"a positive {_NAMES[item].split()[-1]}" if above == 0 else _NAMES[item]
+    wanted = f"{'a list, each ' * (item is not kind)}{name} {' and '.join(bounds)}".strip()
+    found = f"config.json lacks {key}" if value is None else f"{key} is {shown(value)}"
+    raise ValueError(f"{found}: it must be {wanted}")
 
 
 def read_field(config: dict[str, Any], field: Field, **bounds: float) -> Any:
@@ -60,27 +75,3 @@ def shown(value: Any) -> str:
     """A value as a message shows it: in one line of at most 60 characters."""
     text = reprlib.repr(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-def _fits(value: Any, kind: Any, above: float | None, least: float | None, most: float | None) -> bool:
-    if isinstance(kind, list):
-        return isinstance(value, list) and all(_fits(item, kind[0], above, least, most) for item in value)
-    if kind not in (int, float):
-        return isinstance(value, kind)
-    # bool is an int to isinstance; NaN fails every comparison.
-    if type(value) is not int and (kind is int or type(value) is not float) or not -_LARGEST < value < _LARGEST:
-        return False
-    return (above is None or value > above) and (least is None or value >= least) and (most is None or value <= most)
-
-
-def _wanted(kind: Any, above: float | None, least: float | None, most: float | None) -> str:
-    if isinstance(kind, list):
-        return f"a list, each {_wanted(kind[0], above, least, most)}"
-    if kind is bool:
-        return _NAMES[kind]
-    name = f"positive {_NAMES[kind]}" if above == 0 else _NAMES[kind]
-    bounds = [f"above {above}"] if above else []
-    bounds += [f"at least {least}"] if least is not None else []
-    bounds += [f"at most {most}"] if most is not None and (above is not None or least is not None) else []
-    article = "an" if name[0] in "aeiou" else "a"
-    return " ".join([article, name, " and ".join(bounds)]).strip()

@@ -1,44 +1,28 @@
 """The header of a GGUF file (versions 2 and 3, little-endian), each number checked before it is used."""
 
+import itertools
 import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specmlx.formats.header import MOST_NAME, regular_size
 
-# Name of a tensor's type, values in a block of it, bytes of a block.
+# ggml's types of tensors by values in a block: number, name and bytes of a block.
+_BLOCKS = {
+    1: "0 F32 4, 1 F16 2, 30 BF16 2",
+    32: "2 Q4_0 18, 3 Q4_1 20, 6 Q5_0 22, 7 Q5_1 24, 8 Q8_0 34, 9 Q8_1 36, 20 IQ4_NL 18, 39 MXFP4 17",
+    256: "10 Q2_K 84, 11 Q3_K 110, 12 Q4_K 144, 13 Q5_K 176, 14 Q6_K 210, 15 Q8_K 292, 34 TQ1_0 54, 35 TQ2_0 66, "
+    "16 IQ2_XXS 66, 17 IQ2_XS 74, 18 IQ3_XXS 98, 19 IQ1_S 50, 21 IQ3_S 110, 22 IQ2_S 82, 23 IQ4_XS 136, 29 IQ1_M 56",
+}
+# Name of a type, values in a block of it, bytes of a block.
 TYPES = {
-    0: ("F32", 1, 4),
-    1: ("F16", 1, 2),
-    2: ("Q4_0", 32, 18),
-    3: ("Q4_1", 32, 20),
-    6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24),
-    8: ("Q8_0", 32, 34),
-    9: ("Q8_1", 32, 36),
-    10: ("Q2_K", 256, 84),
-    11: ("Q3_K", 256, 110),
-    12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176),
-    14: ("Q6_K", 256, 210),
-    15: ("Q8_K", 256, 292),
-    16: ("IQ2_XXS", 256, 66),
-    17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98),
-    19: ("IQ1_S", 256, 50),
-    20: ("IQ4_NL", 32, 18),
-    21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82),
-    23: ("IQ4_XS", 256, 136),
-    29: ("IQ1_M", 256, 56),
-    30: ("BF16", 1, 2),
-    34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66),
-    39: ("MXFP4", 32, 17),
+    int(number): (name, values, int(size))
+    for values, types in _BLOCKS.items()
+    for number, name, size in map(str.split, types.split(", "))
 }
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -47,14 +31,14 @@ _DEPTH = 4
 _MOST, _MOST_ITEMS = 1 << 26, 1 << 22
 
 
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor in a file: `shape` with the fastest axis last, its blocks from `start` to `end`."""
+class TensorInfo(NamedTuple):
+    """A tensor in a file: `shape` with the fastest axis last, its blocks of `size` bytes from `start` to `end`."""
 
     kind: str
     shape: tuple[int, ...]
     start: int
     end: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -68,8 +52,7 @@ class GGUF:
     def blocks(self, name: str) -> np.ndarray:
         """A tensor's bytes `[blocks, bytes of a block]`, mapped."""
         info = self.tensors[name]
-        size = next(size for kind, _, size in TYPES.values() if kind == info.kind)
-        return np.memmap(self.path, np.uint8, "r", info.start, (info.end - info.start,)).reshape(-1, size)
+        return np.memmap(self.path, np.uint8, "r", info.start, (info.end - info.start,)).reshape(-1, info.size)
 
 
 def read_gguf(path: Path) -> GGUF:
@@ -97,54 +80,45 @@ class _Reader:
             raise ValueError(
                 f"it says that it has {tensors} tensors and {pairs} pairs, which {self.size} bytes can't hold"
             )
-        metadata = {}
+        metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            key = self._name()
-            if key in metadata:
+            if (key := self._name()) in metadata:
                 raise ValueError(f"it has two values of {key}")
             metadata[key] = self._value(self._number("I"))
         entries = [self._entry() for _ in range(tensors)]
         align = metadata.get("general.alignment", 32)
-        if (
-            not isinstance(align, int)
-            or isinstance(align, bool)
-            or align < 1
-            or align & (align - 1)
-            or align > self.size
-        ):
+        if type(align) is not int or not 1 <= align <= self.size or align & (align - 1):
             raise ValueError(f"its alignment is {align!r}")
-        start = -(-self.at // align) * align
-        return GGUF(path, metadata, self._placed(entries, start, align))
+        return GGUF(path, metadata, self._placed(entries, -(-self.at // align) * align, align))
 
     def _placed(self, entries: list, start: int, align: int) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
-        for name, shape, kind, offset in entries:
-            if kind not in TYPES:
-                raise ValueError(f"tensor {name} has type {kind}, which is none that is known")
-            title, values, size = TYPES[kind]
-            if not shape or shape[-1] % values:
-                raise ValueError(f"tensor {name} is {list(shape)}: {title} comes in rows of {values}")
+        for name, shape, (kind, values, size), offset in entries:
+            if shape[-1] % values:
+                raise ValueError(f"tensor {name} is {list(shape)}: {kind} comes in rows of {values}")
             first = start + offset
             end = first + math.prod(shape) // values * size
             if offset % align or end > self.size:
                 raise ValueError(f"tensor {name} would lie at {first} to {end} of {self.size} bytes: it may be cut")
             if name in tensors:
                 raise ValueError(f"it has two tensors named {name}")
-            tensors[name] = TensorInfo(title, shape, first, end)
+            tensors[name] = TensorInfo(kind, shape, first, end, size)
         spans = sorted((info.start, info.end, name) for name, info in tensors.items())
-        for (_, end, one), (begin, _, other) in zip(spans, spans[1:], strict=False):
+        for (_, end, one), (begin, _, other) in itertools.pairwise(spans):
             if begin < end:
                 raise ValueError(f"tensors {one} and {other} overlap")
         return tensors
 
-    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+    def _entry(self) -> tuple[str, tuple[int, ...], tuple[str, int, int], int]:
         name, axes = self._name(), self._number("I")
         if not 1 <= axes <= 4:
             raise ValueError(f"tensor {name[:80]} has {axes} axes")
         shape = tuple(self._number("Q") for _ in range(axes))[::-1]
-        if math.prod(shape) < 1 or math.prod(shape) > 8 * self.size:
+        if not 1 <= math.prod(shape) <= 8 * self.size:
             raise ValueError(f"tensor {name[:80]} is {list(shape)}, which {self.size} bytes can't hold")
-        return name, shape, self._number("I"), self._number("Q")
+        if (kind := self._number("I")) not in TYPES:
+            raise ValueError(f"tensor {name} has type {kind}, which is none that is known")
+        return name, shape, TYPES[kind], self._number("Q")
 
     def _value(self, kind: int, depth: int = 0) -> Any:
         if kind in _NUMBERS:

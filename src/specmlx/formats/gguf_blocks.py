@@ -35,29 +35,21 @@ def to_mlx(kind: str, blocks: np.ndarray, shape: tuple[int, ...]) -> dict[str, m
         return {"weight": _dense(kind, blocks).reshape(shape)}
     if kind not in BITS:
         raise ValueError(f"{kind} has no exact layout in mlx: use a file of {', '.join(BITS)}, Q6_K or floats")
-    parts = [_affine(kind, blocks[i : i + _AT_ONCE]) for i in range(0, len(blocks), _AT_ONCE)]
-    q, scales, biases = (mx.concatenate([part[i] for part in parts]) for i in range(3))
-    rows = shape[:-1]
-    return {
-        "weight": q.reshape(*rows, -1),
-        "scales": scales.reshape(*rows, -1),
-        "biases": biases.reshape(*rows, -1),
-    }
+    unpacked = _k_quant if kind.endswith("_K") else _simple
+    parts = []
+    for i in range(0, len(blocks), _AT_ONCE):
+        q, scales, biases = unpacked(kind, blocks[i : i + _AT_ONCE])
+        parts.append([mx.array(x) for x in (_packed(q, BITS[kind]), scales, biases)])
+    arrays = [mx.concatenate(part).reshape(*shape[:-1], -1) for part in zip(*parts, strict=True)]
+    return dict(zip(("weight", "scales", "biases"), arrays, strict=True))
 
 
 def _dense(kind: str, blocks: np.ndarray) -> mx.array:
-    if kind == "F32":
-        return mx.array(blocks.view(np.float32))
-    if kind == "F16":
-        return mx.array(blocks.view(np.float16))
+    if kind in ("F32", "F16"):
+        return mx.array(blocks.view(np.float32 if kind == "F32" else np.float16))
     if kind == "BF16":
         return mx.array(blocks.view(np.uint16)).view(mx.bfloat16)
     return mx.concatenate([mx.array(_q6_k(blocks[i : i + _AT_ONCE])) for i in range(0, len(blocks), _AT_ONCE)])
-
-
-def _affine(kind: str, blocks: np.ndarray) -> tuple[mx.array, mx.array, mx.array]:
-    q, scales, biases = (_k_quant if kind.endswith("_K") else _simple)(kind, blocks)
-    return mx.array(_packed(q, BITS[kind])), mx.array(scales), mx.array(biases)
 
 
 def _packed(q: np.ndarray, bits: int) -> np.ndarray:
@@ -83,13 +75,11 @@ def _simple(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
         return np.ascontiguousarray(blocks[:, 2:]) ^ 0x80, d, -128 * d
     at = 4 if kind.endswith("_1") else 2
     biases = _half(blocks, 2) if kind.endswith("_1") else -(1 << BITS[kind] - 1) * d
-    high = None
-    if BITS[kind] == 5:
-        high = np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little")
-        at += 4
-    nibbles = blocks[:, at:]
+    nibbles = blocks[:, -16:]
     q = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
-    return q if high is None else q | high << 4, d, biases
+    if BITS[kind] == 5:
+        q = q | np.unpackbits(blocks[:, at : at + 4], axis=-1, bitorder="little") << 4
+    return q, d, biases
 
 
 def _k_quant(kind: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

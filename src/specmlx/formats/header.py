@@ -2,29 +2,22 @@
 
 import json
 import math
+import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# Bits of a value (safetensors' own names).
-_NAMES = {
-    4: "F4",
-    8: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0",
-    16: "I16 U16 F16 BF16",
-    32: "I32 U32 F32",
-    64: "I64 U64 F64 C64",
-}
-BITS = {name: bits for bits, names in _NAMES.items() for name in names.split()}
+# Bits of a value, by safetensors' names.
+_NAMES = "F4 U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 I16 U16 F16 BF16 I32 U32 F32 I64 U64 F64 C64"
+BITS = {"BOOL": 8} | {name: int(re.search(r"\d+", name)[0]) for name in _NAMES.split()}
 # Bytes of a header, as in the safetensors library, and of any other file that is read whole.
 MOST = 100_000_000
 # Characters of a tensor's name, which messages show.
 MOST_NAME = 200
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A tensor of a file: its dtype by safetensors' name, its shape, its bytes' place behind the header."""
+class Entry(NamedTuple):
+    """A tensor of a file: its dtype by safetensors' name, its shape, the place of its bytes after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,8 +29,8 @@ class Entry:
         return self.end - self.start
 
 
-def regular_size(file: Path) -> int:
-    """Bytes of a regular file, links followed. Raises ValueError in one line for a missing file and any other kind.
+def regular_size(file: Path, most: float = math.inf) -> int:
+    """Bytes of a regular file, links followed. Raises ValueError in one line for any other kind, and more than `most`.
 
     Opening a FIFO would wait for a writer, and a device may never end.
     """
@@ -48,13 +41,14 @@ def regular_size(file: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
         raise ValueError(f"{file} is {kinds.get(stat.S_IFMT(found.st_mode), 'a device')}, not a regular file")
+    if found.st_size > most:
+        raise ValueError(f"{file} has {found.st_size} bytes: no such file has more than {most}")
     return found.st_size
 
 
 def read_small(file: Path, most: int = MOST) -> bytes:
-    """A regular file's bytes. Raises ValueError in one line for any other kind of file, and for more than `most`."""
-    if (size := regular_size(file)) > most:
-        raise ValueError(f"{file} has {size} bytes: no such file has more than {most}")
+    """The bytes of a regular file. Raises ValueError as `regular_size`, and where the file can't be read."""
+    regular_size(file, most)
     try:
         with file.open("rb") as stream:
             return stream.read(most)
@@ -63,7 +57,7 @@ def read_small(file: Path, most: int = MOST) -> bytes:
 
 
 def read_json(file: Path, most: int = MOST) -> Any:
-    """What a file of JSON holds. Raises ValueError in one line as `read_small`, and for what is not JSON."""
+    """The value in a JSON file. Raises ValueError in one line as `read_small`, and for what is not JSON."""
     text = read_small(file, most)
     try:
         return json.loads(text.decode())
@@ -72,14 +66,11 @@ def read_json(file: Path, most: int = MOST) -> Any:
 
 
 def check_small_files(folder: Path) -> None:
-    """Raise ValueError in one line for a config or tokenizer file of a directory that `read_small` would refuse.
-
-    For libraries that open these by themselves.
-    """
+    """Raise ValueError as `read_small` for a config or tokenizer file that a library will open by itself."""
     for pattern in ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "additional_chat_templates/*"):
         for file in folder.glob(pattern):
-            if not file.is_dir() and (size := regular_size(file)) > MOST:
-                raise ValueError(f"{file} has {size} bytes: no such file has more than {MOST}")
+            if not file.is_dir():
+                regular_size(file, MOST)
 
 
 def read_header(file: Path) -> dict[str, Entry]:
@@ -91,7 +82,7 @@ def read_header(file: Path) -> dict[str, Entry]:
 
 
 def header_text(file: Path) -> tuple[bytes, int]:
-    """A safetensors file's header, and how many bytes are behind it. Raises ValueError for what has none."""
+    """The header of a safetensors file, and how many bytes follow it. Raises ValueError where there is none."""
     size = regular_size(file)
     with file.open("rb") as stream:
         length = header_length(stream.read(8), size)
@@ -99,7 +90,7 @@ def header_text(file: Path) -> tuple[bytes, int]:
 
 
 def header_length(first: bytes, size: int) -> int:
-    """Bytes of the header, from the first 8 of a file of `size`. Raises ValueError where they can't be."""
+    """Bytes of the header, from the first 8 of a file of `size` bytes. Raises ValueError where there can be none."""
     length = int.from_bytes(first, "little")
     if len(first) < 8 or not 2 <= length <= min(size - 8, MOST):
         raise ValueError("it has no safetensors header")
@@ -107,11 +98,9 @@ def header_length(first: bytes, size: int) -> int:
 
 
 def entries(text: bytes, size: int) -> dict[str, Entry]:
-    """The tensors of a header's text, which lie in `size` bytes behind it. Raises ValueError for what can't be."""
-    header = parsed(text)
-    header.pop("__metadata__", None)
-    found = {name: _entry(name, value, size) for name, value in header.items()}
-    end = 0
+    """The tensors of a header that `size` bytes follow. Raises ValueError for a header that can't be."""
+    header, end = parsed(text), 0
+    found = {name: _entry(name, value) for name, value in header.items() if name != "__metadata__"}
     for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != end:
             raise ValueError(f"its header leaves a gap or an overlap before {name[:80]!r}")
@@ -122,7 +111,7 @@ def entries(text: bytes, size: int) -> dict[str, Entry]:
 
 
 def metadata(text: bytes) -> dict[str, str]:
-    """The metadata of a header's text. Raises ValueError where they are no strings by name."""
+    """The metadata of a header. Raises ValueError where they are not strings by name."""
     found = parsed(text).get("__metadata__", {})
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError("its header's metadata are no strings")
@@ -130,30 +119,27 @@ def metadata(text: bytes) -> dict[str, str]:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """A header's text as an object. Raises ValueError for what is none, or has a name twice."""
+    """A header as an object. Raises ValueError for any other text, and for a name that is there twice."""
     try:
         header = json.loads(text, object_pairs_hook=_unique)
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
-    except UnicodeDecodeError:
-        raise ValueError("its header is no text") from None
     if not isinstance(header, dict):
         raise ValueError("its safetensors header is no object")
     return header
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    if len(found := dict(pairs)) != len(pairs):
         raise ValueError("its header has a name twice")
     return found
 
 
-def _entry(name: str, value: Any, size: int) -> Entry:
+def _entry(name: str, value: Any) -> Entry:
     value = value if isinstance(value, dict) else {}
     dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
-    whole = isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
-    if not isinstance(dtype, str) or dtype not in BITS or not whole or not all(map(_natural, [*shape, *offsets])):
+    whole = isinstance(dtype, str) and isinstance(shape, list) and isinstance(offsets, list) and len(offsets) == 2
+    if not whole or dtype not in BITS or not all(type(n) is int and 0 <= n < 1 << 63 for n in [*shape, *offsets]):
         raise ValueError(f"its header's entry for {name[:80]!r} is none of safetensors'")
     if len(name) > MOST_NAME or not name.isprintable():
         raise ValueError(f"its header has {name[:40]!r}, which is no name of a tensor")
@@ -161,7 +147,3 @@ def _entry(name: str, value: Any, size: int) -> Entry:
     if not start <= end or math.prod(shape) * BITS[dtype] != 8 * (end - start):
         raise ValueError(f"its header says {end - start} bytes for {name[:80]!r}, a {dtype} of {str(shape)[:80]}")
     return Entry(dtype, tuple(shape), start, end)
-
-
-def _natural(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63

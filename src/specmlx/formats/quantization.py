@@ -14,8 +14,7 @@ def scheme(config: dict[str, Any]) -> dict[str, Any] | None:
 
     Raises ValueError where it isn't an object.
     """
-    text = config.get("text_config")
-    parts = [part for part in (config, text) if isinstance(part, dict)]
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     if any(part.get("quantization") for part in parts):
         return None
     return next((found for part in parts if (found := read(part, "quantization_config", dict, None))), None)
@@ -36,8 +35,8 @@ def check_quantization(config: dict[str, Any], hybrid: bool) -> None:
         read(own, "mode", str, None)
     if (found := scheme(config)) is None:
         return
-    old_bitsandbytes = found.get("load_in_4bit") or found.get("load_in_8bit")
-    default = "bitsandbytes" if old_bitsandbytes else "modelopt" if "quant_algo" in found else None
+    old = found.get("load_in_4bit") or found.get("load_in_8bit")
+    default = "bitsandbytes" if old else "modelopt" if "quant_algo" in found else None
     method = read(found, "quant_method", str, default)
     if method is None:
         raise ValueError(f"quantization_config has no quant_method: how are the weights quantized? {_INSTEAD}")
@@ -48,8 +47,8 @@ def check_quantization(config: dict[str, Any], hybrid: bool) -> None:
     elif method == "compressed-tensors" and hybrid:
         groups = read(found, "config_groups", dict, {}).values()
         weights = [group.get("weights") for group in groups if isinstance(group, dict)]
-        known = not any(isinstance(part, dict) and part.get("type") == "int" for part in weights)
-        known = known and found.get("format") not in ("pack-quantized", "int-quantized", "marlin-24")
+        integers = any(isinstance(part, dict) and part.get("type") == "int" for part in weights)
+        known = not integers and found.get("format") not in ("pack-quantized", "int-quantized", "marlin-24")
     if not known:
-        name = scheme_name({**found, "quant_method": method})
+        name = scheme_name(found | {"quant_method": method})
         raise ValueError(f"quantization_config has quant_method {name}, which specmlx can't read: {_INSTEAD}")

@@ -13,10 +13,10 @@ def remote_header(client: Any, url: str, headers: dict[str, str] | None = None) 
     ValueError, one line with the URL, for an answer that is no such file, and for what the network does.
     """
     try:
-        first, size = _fetched(client, url, headers, 0, 8)
+        first, size = _first_bytes(client, url, headers, 8, ranged=True)
         length = header_length(first, size)
-        text, _ = _fetched(client, url, headers, 8, 8 + length)
-        return entries(text, size - 8 - length)
+        text, _ = _first_bytes(client, url, headers, 8 + length, ranged=True)
+        return entries(text[8:], size - 8 - length)
     except ValueError as error:
         raise ValueError(f"{url}: {error}") from None
 
@@ -24,8 +24,7 @@ def remote_header(client: Any, url: str, headers: dict[str, str] | None = None) 
 def remote_json(client: Any, url: str, headers: dict[str, str] | None = None, most: int = 1 << 24) -> dict[str, Any]:
     """A JSON object at a URL. Raises ValueError, one line with the URL, for anything else or more than `most` bytes."""
     try:
-        text, _ = _fetched(client, url, headers, 0, None, most)
-        found = json.loads(text)
+        found = json.loads(_first_bytes(client, url, headers, most, ranged=False)[0])
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{url}: {' '.join(str(error).split())[:200]}") from None
     if not isinstance(found, dict):
@@ -33,11 +32,9 @@ def remote_json(client: Any, url: str, headers: dict[str, str] | None = None, mo
     return found
 
 
-def _fetched(
-    client: Any, url: str, headers: dict[str, str] | None, start: int, end: int | None, most: int = 0
-) -> tuple[bytes, int]:
-    """Bytes `start` to `end` (None: all) of a URL, and the size of the whole."""
-    asked = dict(headers or {}) | ({} if end is None else {"Range": f"bytes={start}-{end - 1}"})
+def _first_bytes(client: Any, url: str, headers: dict[str, str] | None, count: int, ranged: bool) -> tuple[bytes, int]:
+    """The first `count` bytes of a URL, and the size of the whole; all bytes where there are fewer and not `ranged`."""
+    asked = {**(headers or {}), **({"Range": f"bytes=0-{count - 1}"} if ranged else {})}
     try:
         with client.stream("GET", url, headers=asked, follow_redirects=True) as answer:
             if answer.status_code not in (200, 206):
@@ -45,17 +42,15 @@ def _fetched(
             part = answer.status_code == 206
             size = int(answer.headers["content-range"].rpartition("/")[2] if part else answer.headers["content-length"])
             data = b""
-            skip = 0 if part else start
-            wanted = most if end is None else skip + end - start
             for chunk in answer.iter_bytes():
                 data += chunk
-                if len(data) >= wanted:
+                if len(data) >= count:
                     break
     except (KeyError, ValueError) as error:
         raise ValueError(f"no answer that can be read ({error})") from None
     # Whatever a network may do: httpx's errors are no OSErrors.
     except Exception as error:
         raise ValueError(f"can't be reached ({' '.join(str(error).split())[:160]})") from None
-    if end is not None and len(data) < wanted:
-        raise ValueError(f"the answer ends after {len(data)} bytes of {wanted}")
-    return (data if end is None else data[skip:wanted]), size
+    if ranged and len(data) < count:
+        raise ValueError(f"the answer ends after {len(data)} bytes of {count}")
+    return data[:count], size

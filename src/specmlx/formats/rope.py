@@ -4,22 +4,23 @@ import math
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.rope_utils import initialize_rope
 
 from specmlx.formats.config import read
 
-THETA = 10000.0
 # `mrope`, on text, is the default rope; so is `dynamic` up to max_position_embeddings.
 _PLAIN = ("default", "mrope", "dynamic", "linear")
-# What each kind can't do without.
-_NEEDS = {
-    "default": (),
-    "mrope": (),
-    "dynamic": ("factor",),
-    "linear": ("factor",),
-    "proportional": (),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "longrope": ("original_max_position_embeddings",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+_ORIGINAL = "original_max_position_embeddings"
+# The positive numbers that each kind needs, and those that it may have.
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "mrope": ((), ()),
+    "dynamic": (("factor",), ()),
+    "linear": (("factor",), ()),
+    "proportional": ((), ("factor",)),
+    "yarn": (("factor", _ORIGINAL), ("beta_fast", "beta_slow", "attention_factor")),
+    "longrope": ((_ORIGINAL,), ()),
+    "llama3": (("factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"), ()),
 }
 MOST_POSITIONS = (1 << 31) - 1
 
@@ -45,18 +46,18 @@ def rope_parameters(config: dict[str, Any], share: float | None = None) -> dict[
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise ValueError(f"rope_parameters has an object for {nested[0][:40]!r}: one rope for all layers is supported")
     kind = rope["rope_type"] = read(rope, "rope_type", str, read(rope, "type", str, "default"))
-    if kind not in _NEEDS:
-        raise ValueError(f"rope_type is {kind[:40]!r}: not supported; specmlx knows {', '.join(_NEEDS)}")
-    rope.setdefault("rope_theta", read(config, "rope_theta", float, THETA, above=1))
+    if kind not in _FIELDS:
+        raise ValueError(f"rope_type is {kind[:40]!r}: not supported; specmlx knows {', '.join(_FIELDS)}")
+    rope.setdefault("rope_theta", read(config, "rope_theta", float, 10000.0, above=1))
     if (share := read(config, "partial_rotary_factor", float, share)) is not None:
         rope.setdefault("partial_rotary_factor", share)
-    positions, original = max_positions(config), "original_max_position_embeddings"
-    if original in _NEEDS[kind]:
-        first = (config.get(original), rope.get(original), positions)
-        rope[original] = next((value for value in first if value is not None), None)
-        read(rope, original, float, above=0)
+    positions = max_positions(config)
+    if _ORIGINAL in _FIELDS[kind][0]:
+        first = (config.get(_ORIGINAL), rope.get(_ORIGINAL), positions)
+        rope[_ORIGINAL] = next((value for value in first if value is not None), None)
+        read(rope, _ORIGINAL, float, above=0)
         if kind == "yarn" and "factor" in given and given["factor"] is None and positions is not None:
-            rope["factor"] = positions / rope[original]
+            rope["factor"] = positions / rope[_ORIGINAL]
     _check(rope)
     return rope
 
@@ -79,14 +80,12 @@ def rope_at_top(config: dict[str, Any]) -> dict[str, Any]:
 def _check(rope: dict[str, Any]) -> None:
     kind = rope["rope_type"]
     read(rope, "rope_theta", float, above=1)
-    for name in _NEEDS[kind]:
-        read(rope, name, float, above=0)
+    for names, default in zip(_FIELDS[kind], ((), (None,)), strict=True):
+        for name in names:
+            read(rope, name, float, *default, above=0)
     if kind == "proportional":
-        read(rope, "factor", float, None, above=0)
         read(rope, "partial_rotary_factor", float, None, above=0, most=1)
     elif kind == "yarn":
-        for name in ("beta_fast", "beta_slow", "attention_factor"):
-            read(rope, name, float, None, above=0)
         for name in ("mscale", "mscale_all_dim"):
             read(rope, name, float, None, least=0)
         read(rope, "truncate", bool, None)
@@ -126,7 +125,7 @@ def max_length(rope: dict[str, Any], positions: int) -> int:
     A dynamic rope has no more: what it does beyond them depends on the number of rows in a pass.
     """
     if rope["rope_type"] == "yarn":
-        positions = rope["factor"] * rope["original_max_position_embeddings"]
+        positions = rope["factor"] * rope[_ORIGINAL]
     return max(1, int(min(positions * slowdown(rope), MOST_POSITIONS)))
 
 
@@ -143,18 +142,20 @@ def periods(rope: dict[str, Any], dims: int) -> mx.array:
         turned = int(rope.get("partial_rotary_factor", 1.0) * dims // 2)
         turns = [factor * theta ** (2 * i / dims) if i < turned else math.inf for i in range(dims // 2)]
         return mx.array(turns, dtype=mx.float32)
-    # In the order of mlx-lm's operations, so that bits are its own.
-    fast = theta ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
-    if kind == "longrope":
-        if len(factors := rope["short_factor"]) != dims // 2:
-            raise ValueError(f"short_factor has {len(factors)} factors: {dims // 2} would fit")
-        return fast * mx.array(factors, dtype=mx.float32)
-    return _yarn(rope, dims, fast) if kind == "yarn" else _llama3(rope, fast)
+    if kind == "yarn":
+        return _yarn(rope, dims)
+    if kind == "longrope" and len(factors := rope["short_factor"]) != dims // 2:
+        raise ValueError(f"short_factor has {len(factors)} factors: {dims // 2} would fit")
+    return initialize_rope(dims, theta, False, rope | {"type": kind}, 1)._freqs
 
 
-def _yarn(rope: dict[str, Any], dims: int, fast: mx.array) -> mx.array:
-    """Fast dims stay, slow ones are interpolated, by a ramp between (arXiv 2309.00071)."""
-    original, slow = rope["original_max_position_embeddings"], rope["factor"] * fast
+def _yarn(rope: dict[str, Any], dims: int) -> mx.array:
+    """Fast dims stay, slow ones are interpolated, by a ramp between (arXiv 2309.00071).
+
+    mlx-lm's operations, so that bits are its own; it has no `truncate`.
+    """
+    fast = rope["rope_theta"] ** (mx.arange(0, dims, 2, dtype=mx.float32) / dims)
+    original, slow = rope[_ORIGINAL], rope["factor"] * fast
 
     def dimension(turns: float) -> float:
         return dims * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
@@ -167,16 +168,6 @@ def _yarn(rope: dict[str, Any], dims: int, fast: mx.array) -> mx.array:
         high += 0.001
     stays = 1.0 - mx.clip((mx.arange(dims // 2, dtype=mx.float32) - low) / (high - low), 0, 1)
     return (slow * fast) / (slow * stays + fast * (1 - stays))
-
-
-def _llama3(rope: dict[str, Any], fast: mx.array) -> mx.array:
-    original, factor = rope["original_max_position_embeddings"], rope["factor"]
-    least, most = rope["low_freq_factor"], rope["high_freq_factor"]
-    lengths = 2 * mx.pi * fast
-    slow = mx.where(lengths > original / least, fast * factor, fast)
-    smooth = (original / lengths - least) / (most - least)
-    between = (lengths >= original / most) & (lengths <= original / least)
-    return mx.where(between, slow / ((1 - smooth) / factor + smooth), slow)
 
 
 def attention_factor(rope: dict[str, Any]) -> float:

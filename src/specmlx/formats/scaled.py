@@ -33,21 +33,15 @@ def read_scaled(weights: dict[str, mx.array], config: dict[str, Any]) -> dict[st
     """
     block = _block_size(config)
     names = {name.rpartition(".")[0] for name in weights if name.endswith(_MARKS)}
-    found = {name: value for name, value in weights.items() if not _is_part(name, names)}
+    used = {name for name in weights if name.rpartition(".")[0] in names and name.endswith(_PARTS)}
+    found = {name: value for name, value in weights.items() if name not in used and not name.endswith(_UNUSED)}
     for name, value in found.items():
         if name.endswith(".weight") and value.dtype == mx.uint8:
             raise ValueError(f"{name} has FP8 or FP4 codes but no weight_scale: can't tell what they stand for")
     for name in sorted(names):
         parts = {part: weights[name + part] for part in _PARTS if name + part in weights}
-        layer = _layer(name, parts, block)
-        found |= {f"{name}.{key}": value for key, value in layer.items()}
+        found |= {f"{name}.{key}": value for key, value in _layer(name, parts, block).items()}
     return found
-
-
-def _is_part(name: str, names: set[str]) -> bool:
-    if name.endswith(_UNUSED):
-        return True
-    return name.rpartition(".")[0] in names and name.endswith(_PARTS)
 
 
 def _layer(name: str, parts: dict[str, mx.array], block: int) -> dict[str, mx.array]:
@@ -55,21 +49,17 @@ def _layer(name: str, parts: dict[str, mx.array], block: int) -> dict[str, mx.ar
     if codes is None or codes.dtype != mx.uint8 or codes.ndim != 2:
         kind = "missing" if codes is None else f"{codes.dtype} {list(codes.shape)}"
         raise ValueError(f"{name}.weight is {kind}: FP8 and FP4 codes are matrices of bytes")
-    if ".weight_packed" in parts:
-        divisor = _part(name, parts, ".weight_global_scale")
-        return _fp4(name, codes, _part(name, parts, ".weight_scale"), 1 / divisor.astype(mx.float32))
-    if ".weight_scale_2" in parts:
-        return _fp4(name, codes, _part(name, parts, ".weight_scale"), parts[".weight_scale_2"])
+    packed = ".weight_packed" in parts
+    if packed or ".weight_scale_2" in parts:
+        whole = ".weight_global_scale" if packed else ".weight_scale_2"
+        if missing := [part for part in (whole, ".weight_scale") if part not in parts]:
+            raise ValueError(f"{name}{missing[0]} is missing")
+        scale = parts[whole].astype(mx.float32)
+        return _fp4(name, codes, parts[".weight_scale"], 1 / scale if packed else scale)
     scale = parts.get(".weight_scale_inv", parts.get(".weight_scale"))
     if scale.dtype == mx.uint8:
         raise ValueError(f"{name} has block scales but no tensor scale (weight_scale_2): can't tell its weights' size")
     return _fp8(name, codes, scale.astype(mx.float32), block)
-
-
-def _part(name: str, parts: dict[str, mx.array], part: str) -> mx.array:
-    if part not in parts:
-        raise ValueError(f"{name}{part} is missing")
-    return parts[part]
 
 
 def _fp4(name: str, codes: mx.array, scales: mx.array, scale: mx.array) -> dict[str, mx.array]:
@@ -82,7 +72,7 @@ def _fp4(name: str, codes: mx.array, scales: mx.array, scale: mx.array) -> dict[
         raise ValueError(f"{name}.weight_scale has NaN or negative codes: the file is corrupt")
     # A block's largest code is 6.
     _check_size(name, 6 * mx.from_fp8(scales.max(), mx.float32).item(), scale)
-    return {"weight": codes.view(mx.uint32), "scales": scales, "output_scale": scale.astype(mx.float32).reshape(())}
+    return {"weight": codes.view(mx.uint32), "scales": scales, "output_scale": scale.reshape(())}
 
 
 def _fp8(name: str, codes: mx.array, scale: mx.array, block: int) -> dict[str, mx.array]:
@@ -112,7 +102,6 @@ def _is_nan(codes: mx.array) -> mx.array:
 
 
 def _check_size(name: str, most_code: float, scale: mx.array) -> None:
-    scale = scale.astype(mx.float32)
     if not mx.all(mx.isfinite(scale) & (scale > 0)).item():
         raise ValueError(f"{name}: its scale is zero, negative or not finite, so the file is corrupt")
     if (most := most_code * scale.max().item()) > MOST:

@@ -4,6 +4,7 @@ w = code * block scale * tensor scale: mlx multiplies codes and block scales (mx
 scale of the tensor or of an output channel multiplies the output, and one of a 128 x 128 block the input.
 """
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -24,13 +25,9 @@ class ScaledLinear(nn.Module):
         super().__init__()
         self.group_size, self.bits = LAYOUTS[mode]
         self.mode = mode
-        # Placeholders that loading replaces.
-        self.weight = mx.zeros((0, 0), dtype=mx.uint32)
-        self.scales = mx.zeros((0, 0), dtype=mx.uint8)
-        self.output_scale = mx.ones(())
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = mx.quantized_matmul(_wide(x), self.weight, scales=self.scales, **_packing(self))
+        y = mx.quantized_matmul(_wide(x), self.weight, self.scales, **_packing(self))
         return _biased(self, (y * self.output_scale).astype(x.dtype))
 
 
@@ -38,14 +35,8 @@ class ScaledSwitchLinear(ScaledLinear):
     """The same for experts: W `[E, N, K]`, `output_scale` `[E, 1]` or `[E, N]`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = mx.gather_qmm(
-            _wide(x),
-            self.weight,
-            self.scales,
-            rhs_indices=indices,
-            sorted_indices=sorted_indices,
-            **_packing(self),
-        )
+        options = {"rhs_indices": indices, "sorted_indices": sorted_indices} | _packing(self)
+        y = mx.gather_qmm(_wide(x), self.weight, self.scales, **options)
         return (y * self.output_scale[indices][..., None, :]).astype(x.dtype)
 
 
@@ -63,9 +54,6 @@ class BlockScaledLinear(nn.Module):
         self.rows = rows
         # Values that the scaled inputs may have at a time: 256 MiB.
         self.most = 1 << 26
-        self.weight = mx.zeros((0, 0, 0), dtype=mx.uint32)
-        self.scales = mx.zeros((0, 0, 0), dtype=mx.uint8)
-        self.block_scales = mx.ones((0, 0))
 
     def __call__(self, x: mx.array) -> mx.array:
         flat = x.reshape(-1, x.shape[-1])
@@ -76,7 +64,7 @@ class BlockScaledLinear(nn.Module):
         return _biased(self, y)
 
     def _rows(self, x: mx.array) -> mx.array:
-        y = mx.quantized_matmul(_blocks_scaled(x, self.block_scales), self.weight, scales=self.scales, **_packing(self))
+        y = mx.quantized_matmul(_blocks_scaled(x, self.block_scales), self.weight, self.scales, **_packing(self))
         return y.transpose(1, 0, 2).flatten(1)[:, : self.rows].astype(x.dtype)
 
 
@@ -84,18 +72,12 @@ class BlockScaledSwitchLinear(BlockScaledLinear):
     """The same for experts: codes `[E, N / b, b, K]`, `block_scales` `[E, N / b, K / b]`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        _, blocks, rows, _ = self.weight.shape
-        scales = self.block_scales[indices]
-        y = mx.gather_qmm(
-            _blocks_scaled(x, scales),
-            self.weight.flatten(0, 1),
-            self.scales.flatten(0, 1),
-            rhs_indices=indices[..., None] * blocks + mx.arange(blocks, dtype=indices.dtype),
-            **_packing(self),
-            sorted_indices=sorted_indices,
-        )
-        y = y.swapaxes(-2, -3).flatten(-2)
-        return y[..., : self.rows].astype(x.dtype)
+        blocks = self.weight.shape[1]
+        flat = indices[..., None] * blocks + mx.arange(blocks, dtype=indices.dtype)
+        options = {"rhs_indices": flat, "sorted_indices": sorted_indices} | _packing(self)
+        x_blocks = _blocks_scaled(x, self.block_scales[indices])
+        y = mx.gather_qmm(x_blocks, self.weight.flatten(0, 1), self.scales.flatten(0, 1), **options)
+        return y.swapaxes(-2, -3).flatten(-2)[..., : self.rows].astype(x.dtype)
 
 
 def _packing(layer: nn.Module) -> dict[str, Any]:
@@ -125,38 +107,29 @@ def place(model: nn.Module, weights: dict[str, mx.array]) -> None:
     """
     placed = []
     for path, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
-        blocks = f"{path}.block_scales" in weights
-        if not blocks and f"{path}.output_scale" not in weights:
+        parts = {name: weights[at] for name in ("weight", "scales", *SCALES) if (at := f"{path}.{name}") in weights}
+        if not parts.keys() & SCALES:
             continue
         if not isinstance(layer, (nn.Linear, SwitchLinear)):
             raise ValueError(f"{path} has FP8 or FP4 codes: a {type(layer).__name__} can't")
-        new = _layer(layer, weights[f"{path}.weight"], weights[f"{path}.scales"], blocks)
-        _check_shape(path, layer, new, weights[f"{path}.weight"])
-        for name in [name for name in new if f"{path}.{name}" in weights]:
-            new[name] = weights[f"{path}.{name}"]
-        if isinstance(new, ScaledSwitchLinear) and new.output_scale.ndim == 1:
-            new.output_scale = weights[f"{path}.output_scale"] = new.output_scale[:, None]
-        if "bias" in layer:
-            new.bias = layer.bias
+        experts, want = isinstance(layer, SwitchLinear), list(layer.weight.shape)
+        shape, words = [*parts["weight"].shape], parts["weight"].shape[-1]
+        if "block_scales" in parts:
+            new = (BlockScaledSwitchLinear if experts else BlockScaledLinear)(want[-2])
+            parts.pop("output_scale", None)
+            # The last block is filled up.
+            size = shape.pop(-2)
+            shape[-2], want[-2] = shape[-2] * size, math.ceil(want[-2] / size) * size
+        else:
+            # A group of nvfp4 is 2 words, one of mxfp8 8.
+            mode = "nvfp4" if words == 2 * parts["scales"].shape[-1] else "mxfp8"
+            new = (ScaledSwitchLinear if experts else ScaledLinear)(mode)
+        shape[-1] = words * 32 // new.bits
+        if shape != want:
+            raise ValueError(f"{path}.weight is {shape}, should be {want}")
+        if experts and (scale := parts.get("output_scale")) is not None and scale.ndim == 1:
+            parts["output_scale"] = weights[f"{path}.output_scale"] = scale[:, None]
+        for name, x in (parts | ({"bias": layer.bias} if "bias" in layer else {})).items():
+            new[name] = x
         placed.append((path, new))
     model.update_modules(tree_unflatten(placed))
-
-
-def _layer(layer: nn.Module, weight: mx.array, scales: mx.array, blocks: bool) -> nn.Module:
-    experts = isinstance(layer, SwitchLinear)
-    if blocks:
-        return (BlockScaledSwitchLinear if experts else BlockScaledLinear)(layer.weight.shape[-2])
-    # A group of nvfp4 is 2 words, one of mxfp8 8.
-    mode = "nvfp4" if weight.shape[-1] == 2 * scales.shape[-1] else "mxfp8"
-    return (ScaledSwitchLinear if experts else ScaledLinear)(mode)
-
-
-def _check_shape(path: str, layer: nn.Module, new: nn.Module, weight: mx.array) -> None:
-    shape = (*weight.shape[:-1], weight.shape[-1] * 32 // new.bits)
-    want = layer.weight.shape
-    if isinstance(new, BlockScaledLinear):
-        size = shape[-2]
-        shape = (*shape[:-3], shape[-3] * size, shape[-1])
-        want = (*want[:-2], -(-want[-2] // size) * size, want[-1])
-    if shape != want:
-        raise ValueError(f"{path}.weight is {list(shape)}, should be {list(want)}")

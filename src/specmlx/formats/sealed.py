@@ -1,9 +1,7 @@
 """Safetensors files with a format's name and a checksum: written whole, private, refused when not as written."""
 
 import hashlib
-import os
 from pathlib import Path
-from types import ModuleType
 
 import mlx.core as mx
 
@@ -14,9 +12,7 @@ from specmlx.formats.header import entries, header_text, metadata, parsed, regul
 _CHUNK = 1 << 23
 
 
-def save_sealed(
-    path: Path, arrays: dict[str, mx.array], metadata: dict[str, str], format: str, system: ModuleType = os
-) -> None:
+def save_sealed(path: Path, arrays: dict[str, mx.array], metadata: dict[str, str], format: str) -> None:
     """Write arrays and metadata under a versioned `format` like `name-2`; only the file's owner may read it.
 
     Raises OSError, with what was there before as it was.
@@ -25,8 +21,7 @@ def save_sealed(
     digest = hashlib.blake2b(digest_size=16)
     for part in safetensors(arrays, metadata):
         digest.update(part)
-    parts = safetensors(arrays, metadata | {"checksum": digest.hexdigest()})
-    write_atomically(path, parts, private=True, system=system)
+    write_atomically(path, safetensors(arrays, metadata | {"checksum": digest.hexdigest()}), private=True)
 
 
 def format_of(path: Path) -> str | None:
@@ -42,8 +37,6 @@ def load_sealed(path: Path, format: str) -> tuple[dict[str, mx.array], dict[str,
 
     Raises ValueError in one line for a file that is missing, foreign, of another version, cut, changed or appended to.
     """
-    if not path.exists():
-        raise ValueError(f"no such file: {path}")
     regular_size(path)
     found, name = format_of(path), format.rpartition("-")[0]
     if found is None or found.rpartition("-")[0] != name:
@@ -55,20 +48,14 @@ def load_sealed(path: Path, format: str) -> tuple[dict[str, mx.array], dict[str,
         if unknown := {entry.dtype for entry in entries(text, size).values()} - {*DTYPES.values()}:
             raise ValueError(f"it holds {unknown.pop()}")
         kept = metadata(text)
-        if kept.pop("checksum", None) != _checksum(path, text):
+        checksum = kept.pop("checksum", None)
+        digest = hashlib.blake2b(header_bytes(parsed(text) | {"__metadata__": kept}), digest_size=16)
+        with path.open("rb") as stream:
+            stream.seek(8 + len(text))
+            while part := stream.read(_CHUNK):
+                digest.update(part)
+        if checksum != digest.hexdigest():
             raise ValueError("its checksum is not that of its contents")
         return mx.load(str(path), format="safetensors"), kept
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {' '.join(str(error).split())}") from None
-
-
-def _checksum(path: Path, text: bytes) -> str:
-    """The checksum of a file with this header, but for the checksum itself."""
-    header = parsed(text)
-    header["__metadata__"].pop("checksum", None)
-    digest = hashlib.blake2b(header_bytes(header), digest_size=16)
-    with path.open("rb") as stream:
-        stream.seek(8 + len(text))
-        while part := stream.read(_CHUNK):
-            digest.update(part)
-    return digest.hexdigest()

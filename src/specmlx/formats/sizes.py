@@ -70,8 +70,7 @@ FORMATS = {
 def affine(bits: int, group: int = 64, dtype_bytes: int = 2) -> Format:
     """mlx's affine format: a scale and a bias a group, each in the weights' own dtype."""
     if bits not in BITS or group not in GROUPS:
-        bits_of, groups = (", ".join(map(str, values)) for values in (BITS, GROUPS))
-        raise ValueError(f"affine-{bits}-{group}: bits are one of {bits_of}, groups one of {groups}")
+        raise ValueError(f"affine-{bits}-{group}: bits are one of {str(BITS)[1:-1]}, groups one of {str(GROUPS)[1:-1]}")
     return Format(f"affine-{bits}-{group}", bits, group, 2 * dtype_bytes)
 
 
@@ -92,7 +91,6 @@ def quantized(mode: str, bits: int, group: int) -> Format:
     """The format of an entry of mlx's `quantization` settings. Raises ValueError for a mode that mlx does not have."""
     if mode == "affine":
         return affine(bits, group)
-    name = {"nvfp4": "mlx-nvfp4"}.get(mode, mode)
-    if name not in ("mlx-nvfp4", "mxfp4", "mxfp8"):
+    if mode not in ("nvfp4", "mxfp4", "mxfp8"):
         raise ValueError(f"unknown quantization mode {mode!r}: mlx has affine, mxfp4, mxfp8 and nvfp4")
-    return FORMATS[name]
+    return FORMATS["mlx-nvfp4" if mode == "nvfp4" else mode]

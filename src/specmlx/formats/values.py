@@ -35,55 +35,29 @@ def number(name: str, value: Any, least: float = -MOST, most: float = MOST, hint
     return found
 
 
-def _max_tokens(name: str, value: Any) -> int:
-    allowed = "an integer of at least 1, or -1 for no limit"
-    found = integer(name, value, -1, allowed=allowed)
-    return found if found else integer(name, value, 1, allowed=allowed)
-
-
-def _num_draft_tokens(name: str, value: Any) -> int | str | None:
-    if value is None or (isinstance(value, str) and value in ("auto", "full")):
-        return value
-    return integer(name, value, 0, allowed="an integer of at least 0, 'auto' or 'full'")
-
-
-def _optional(least: int) -> Any:
-    return lambda name, value: None if value is None else integer(name, value, least)
-
-
-def _at_least(least: int) -> Any:
-    return lambda name, value: integer(name, value, least)
-
-
-def _one_of(*choices: Any) -> Any:
-    allowed = f"{', '.join(map(str, choices[:-1]))} or {choices[-1]}"
-
-    def chosen(name: str, value: Any) -> Any:
-        if value is None and None in choices or isinstance(value, str) and value in choices:
-            return value
-        found = integer(name, value, allowed=allowed)
-        return found if found in choices else integer(name, value, found + 1, allowed=allowed)
-
-    return chosen
-
-
-CHECKS = {
-    "max_tokens": _max_tokens,
-    "num_draft_tokens": _num_draft_tokens,
-    "seed": _optional(0),
-    "prefill_step_size": _at_least(1),
-    "max_lanes": _at_least(1),
-    "max_waiting": _at_least(1),
-    "max_kv_size": _optional(1),
-    "kv_bits": _one_of(2, 3, 4, 5, 6, 8, "int8", None),
-    "kv_group_size": _one_of(32, 64, 128),
-    "quantized_kv_start": _at_least(0),
+# Of each option the least integer, other values, and how a message says what is right (None: by the least integer).
+CHECKS: dict[str, tuple[float, tuple, str | None]] = {
+    "max_tokens": (1, (-1,), "an integer of at least 1, or -1 for no limit"),
+    "num_draft_tokens": (0, ("auto", "full", None), "an integer of at least 0, 'auto' or 'full'"),
+    "seed": (0, (None,), None),
+    "prefill_step_size": (1, (), None),
+    "max_lanes": (1, (), None),
+    "max_waiting": (1, (), None),
+    "max_kv_size": (1, (None,), None),
+    "kv_bits": (math.inf, (2, 3, 4, 5, 6, 8, "int8", None), "2, 3, 4, 5, 6, 8, int8 or None"),
+    "kv_group_size": (math.inf, (32, 64, 128), "32, 64 or 128"),
+    "quantized_kv_start": (0, (), None),
 }
 
 
 def check(name: str, value: Any) -> Any:
     """The value of an option, as Python's own. Raises ValueError with its name, the value and what is allowed."""
-    return CHECKS[name](name, value)
+    least, others, allowed = CHECKS[name]
+    if (value is None or isinstance(value, str)) and value in others:
+        return value
+    allowed = allowed or f"an integer of at least {least}"
+    found = integer(name, value, allowed=allowed)
+    return found if found in others else integer(name, found, least, allowed=allowed)
 
 
 def option(default: Any = None, help: str | None = None, **attrs: Any) -> Any:

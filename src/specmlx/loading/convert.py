@@ -1,7 +1,6 @@
 """A target and its drafter as one directory, which mlx_lm loads too."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +81,6 @@ def convert(
                     shutil.copyfile(file, partial / file.name)
         if drafter:
             _write_drafter(partial / "draft", *drafter)
-        _sync(partial)
     return out
 
 
@@ -195,12 +193,3 @@ def _write_drafter(folder: Path, source: Path | dict[str, mx.array], config: dic
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _sync(folder: Path) -> None:
-    for file in [*folder.rglob("*"), folder]:
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

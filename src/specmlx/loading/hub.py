@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specmlx.formats.checkpoint import INDEX, chosen_shards, read_config, weight_map
+from specmlx.formats.checkpoint import INDEX, chosen_shards, read_config
 from specmlx.formats.header import MOST, Entry
 from specmlx.formats.remote import remote_header, remote_json
 
@@ -164,12 +164,10 @@ def remote_repo(name: str, revision: str | None = None, client: Any = None, endp
     def url(file: str) -> str:
         return hf_hub_url(repo, file, revision=revision, endpoint=endpoint)
 
-    named = None
-    if (index := f"model{INDEX}") in names:
-        named = weight_map(remote_json(client, url(index), headers, MOST), url(index))
+    index = remote_json(client, url(f"model{INDEX}"), headers, MOST) if f"model{INDEX}" in names else None
     files = sorted(file for file in names if file.endswith(".safetensors") and "/" not in file)
     if not files:
         raise ValueError(f"{name} has no *.safetensors")
-    shards = chosen_shards(files, named, lambda file: remote_header(client, url(file), headers), name)
+    shards = chosen_shards(files, index, lambda file: remote_header(client, url(file), headers), name)
     tensors = {tensor: entry for entries in shards.values() for tensor, entry in entries.items()}
     return RemoteRepo(name, remote_json(client, url("config.json"), headers), tensors, len(shards))

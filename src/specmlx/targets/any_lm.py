@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specmlx.cache.layers import Pass
 from specmlx.cache.mlx_lm import CacheStates
 from specmlx.formats.config import text_of
-from specmlx.formats.identity import fingerprint
+from specmlx.formats.module_weights import fingerprint
 from specmlx.formats.rope import rope_at_top
 from specmlx.targets.mlx_lm_cache import length_of
 from specmlx.targets.taps import Outline

@@ -11,8 +11,8 @@ from mlx.utils import tree_map_with_path
 
 from specmlx.formats.checkpoint import eos_token_ids, read_config, read_weights, tensors_of
 from specmlx.formats.config import shown
-from specmlx.formats.dense import column_major
 from specmlx.formats.header import Entry
+from specmlx.formats.module_weights import column_major
 from specmlx.formats.quantization import scheme, scheme_name
 from specmlx.formats.rope import rope_at_top
 from specmlx.formats.scaled import is_scaled, read_scaled

@@ -11,7 +11,7 @@ from specmlx.cache import checks
 from specmlx.cache.kv import visible
 from specmlx.cache.layers import Layer, LayerStates, Origin, Pass
 from specmlx.cache.quantized import KVFormat
-from specmlx.formats.identity import fingerprint
+from specmlx.formats.module_weights import fingerprint
 from specmlx.kernels.gated_delta import STEP
 from specmlx.targets import mlx_lm_cache
 from specmlx.targets.attention import Attention
