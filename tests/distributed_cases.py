@@ -9,8 +9,9 @@ from rig import generate_tokens
 
 import specmlx
 from specmlx.cache.conversation import Conversation
+from specmlx.decoding.draft_length import AutoLength
 from specmlx.decoding.policy import Policy
-from specmlx.parallel.broadcast import SharedWidths, from_first
+from specmlx.parallel.broadcast import SharedLength, from_first
 
 # Five tokens: a random target and a random drafter then agree often, yet not always.
 OFTEN = {50: 30, 60: 30, 70: 30, 80: 30, 90: 30}
@@ -61,7 +62,7 @@ def cases(directory: str, group: mx.distributed.Group | None) -> dict:
     policy = Policy(sampled()["sampler"], sampled()["logits_processors"], 3)
     drafter, width, decide = model.draft_model, None, None
     if group is not None:
-        width, decide = SharedWidths(drafter.max_width, group), partial(from_first, group)
+        width, decide = SharedLength(AutoLength(drafter.max_width), group), partial(from_first, group)
     conversation, options = Conversation(model.new_states()), dict(max_tokens=12, decide=decide)
     ahead = generate_tokens(model, conversation, PROMPT, policy, drafter, width, **options)
     found["ahead"] = [[token.id for token in ahead], None, None]

@@ -117,7 +117,7 @@ def test_help_has_an_example(name):
 
 def test_the_first_line_promises_no_drafting_that_may_not_pay_and_the_last_one_says_what_was_done(directory):
     first, _ = run("generate", "--model", directory, "-p", "Hello", "-m", 4).stderr.splitlines()
-    assert first.endswith("DSpark drafts, auto width: 0 (plain decoding) to 4 tokens a pass, whatever is fastest")
+    assert first.endswith("DSpark drafts 0 (plain decoding) to 4 tokens a pass, whatever is fastest")
     stats = Stats("speculative", generation_tokens=8)
     for proposed in (0, 3, 0, 0):
         stats.begin_round(proposed)

@@ -14,7 +14,7 @@ from rig import EXPERTS, NEXT, generate_tokens, tiny
 import specmlx
 from specmlx.cache.conversation import Conversation
 from specmlx.cache.quantized import KVFormat
-from specmlx.decoding.draft_length import FixedWidth
+from specmlx.decoding.draft_length import FixedLength
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.stats import Stats
 from specmlx.drafters.mtp import MTP, MTPHead
@@ -154,7 +154,7 @@ def test_a_drafter_that_seldom_proposes_reads_what_it_missed_once():
             self.observed += 1
             self.drafter.observe(*args)
 
-    class Seldom(FixedWidth):
+    class Seldom(FixedLength):
         rounds = 0
 
         def choose(self) -> int:

@@ -49,6 +49,7 @@ def _option(field: Field, default: Any) -> Callable:
         attrs = {"callback": checked} | attrs
     if kind is bool:
         attrs |= {"is_flag": True}
+        names = (f"{names[0]}/--no-{names[0][2:]}",) if default else names
     elif "least" in attrs:
         attrs["type"] = {int: click.IntRange, float: click.FloatRange}[kind](min=attrs.pop("least"))
     elif kind in (int, float) and str not in get_args(field.type):

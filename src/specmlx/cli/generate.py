@@ -173,7 +173,7 @@ def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | str) -> None:
     from specmlx.generation.generate import stream_generate
 
     if mx.default_device() == mx.cpu:
-        for _ in stream_generate(model, tokenizer, [0, 0], 2, num_draft_tokens=num_draft_tokens):
+        for _ in stream_generate(model, tokenizer, [0, 0], 2, num_draft_tokens=num_draft_tokens, calibrate=False):
             pass
 
 

@@ -210,6 +210,7 @@ class RequestFlags:
     kv_bits: int | str | None = option(None, "Keys and values in 2 to 8 bits, or int8.", metavar="N|int8")
     kv_group_size: int = option(64, "Elements that share a scale.")
     quantized_kv_start: int = option(5000, "From this many tokens on.")
+    calibrate: bool = option(True, "Measure what rounds take, once for a pair on this machine, in up to 5 seconds.")
 
     def kv_format(self) -> "KVFormat | None":
         """How keys and values are kept, None for the model's dtype. Raises ValueError for bad values."""
@@ -225,6 +226,6 @@ def effective_mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:
         return f"plain decoding{why}"
     drafter, most = type(model.draft_model).__name__, model.draft_model.max_width
     if num_draft_tokens == "auto":
-        return f"{drafter} drafts, auto width: 0 (plain decoding) to {most} tokens a pass, whatever is fastest"
+        return f"{drafter} drafts 0 (plain decoding) to {most} tokens a pass, whatever is fastest"
     width = most if isinstance(num_draft_tokens, str) else num_draft_tokens
     return f"speculative decoding with {drafter}, up to {width} drafted tokens a pass{why}"

@@ -1,339 +1,298 @@
-"""How many tokens to propose: the width that delivers most tokens a second, by what rounds have cost and kept so far.
+"""How many tokens to propose: the number with the most tokens a second, by measured costs and by what was kept lately.
 
-A decision depends on earlier rounds only, never on a token of the proposal that it cuts, so sampling stays exact.
+What a round takes is the machine's: it is measured once for a pair (`Measurement`) and kept (`Curve`). How much of a
+proposal is kept is the text's: a moving average in each request (`AutoLength`). A choice depends on earlier rounds
+alone, never on a token of the proposal that it cuts, so sampling stays exact.
 """
 
+import contextlib
+import json
 import math
-from collections.abc import Sequence
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from hashlib import blake2b
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from statistics import median
 
-from specmlx.decoding.costs import Costs, load, save
+import mlx.core as mx
+import numpy as np
+
+import specmlx
+from specmlx.formats.atomic import write_atomically
+from specmlx.formats.cache import cache_directory
+from specmlx.kernels.dispatch import metal_factory
 
 FULL = "full"
-"""The width that is as many tokens as the drafter proposes."""
+"""The number that is as many tokens as the drafter proposes."""
 
-# Another width has to promise this much more before it is taken, since estimates are noisy.
-HYSTERESIS = 1.04
-# How many standard deviations dearer, compared with a plain round, a width is held to be.
-CAUTION = 0.5
-# Below this times plain decoding's speed, a width is left for it.
-WORTHWHILE = 1.02
-# What trying other widths may cost, as a share of all the work. That share of so many plain rounds is lent for a start,
-# where nothing is known and where something is.
-CALIBRATION, LENT, LENT_AGAIN = 0.02, 50, 10
-# So much of what drafting has gained may be spent on trying, too.
-FROM_GAINS = 0.05
-# Plain rounds' worth of it that short requests may leave to later ones, and may take from them.
-MOST_CREDIT, MOST_DEBT = 12.0, 2.0
-# Rounds after which plain decoding is measured again while drafting gains less than `SURE` times, and otherwise: rounds
-# that all draft can't tell a slower machine from a plain round that was held to be too dear.
-STALE, LONG_STALE, SURE = 48, 192, 1.3
-# From this standard deviation of the logarithm on, how another width compares with the chosen one is not sure.
-DOUBTFUL = 0.15
-# A request's first rounds count as trying: they go by what earlier requests were like.
-FIRST = 8
-# Rounds in a row that may try widths which are known.
-MOST_IN_A_ROW = 2
-# Rounds after which one that was to be tried has been seen, whatever became of it.
-UNDER_WAY = 4
-# While plain decoding stands and nothing is to be tried, it is thought about, and measured, once in so many rounds.
-RESTING = 8
-# How likely a slot is thought to survive before anything is known of it.
-PRIOR = 0.7
-# The same where drafting is tried again after it did not pay.
-HOPE = 0.85
-# Rounds of plain decoding before drafting is tried again: the first wait, doubled up to the last.
-FIRST_WAIT, LAST_WAIT = 8, 64
+# Measured are rounds of 1, 2, 4, 5 (for which stock mlx still reads its weights once), 8 and 16 rows; so many in a row,
+# the first of which isn't counted (the drafter may have to see what it missed); for so many seconds at most. A minimum
+# stands that falls no lower than this; the machine was calm if the middle round took no more than so many minima.
+NUMBERS, IN_A_ROW, MOST_SECONDS, STABLE, CALM = (0, 1, 3, 4, 7, 15), 3, 5.0, 0.97, 1.25
+# A curve is wrong if the last so many rounds took on average less, or more, than this (a logarithm) of what it says;
+# and old after so many answers.
+LONG, TOO_DEAR, TOO_CHEAP, OLD = 8, math.log(0.8), math.log(1.5), 64
+# Before anything is known: a slot's chance to be kept; what drafting and each row add to a plain round.
+CHANCE, DRAFTING, ROW = 0.9, 0.1, 0.02
+# The pair's average counts for so many trials of a request's, which remembers so many, and moves so far to a request's.
+# Behind a proposal that was kept whole, the next slot's chance comes so much nearer to 1.
+FIRST, MEMORY, SHARE, HOPE = 4, 12, 0.5, 0.05
+# How many times plain decoding's speed drafting has to promise; the share of plain decoding's time for probes.
+WORTHWHILE, PROBES = 1.02, 0.015
+
+_UNSAVED: dict[Path, "Curve"] = {}
 
 
-def expected_tokens(survival: Sequence[float], width: int) -> float:
-    """Tokens that a round of `width` delivers: 1 + s1 + s1 s2 + …, s_k being the chance that slot k survives."""
-    tokens, kept = 1.0, 1.0
-    for chance in survival[:width]:
-        kept *= chance
-        tokens += kept
-    return tokens
+class FixedLength:
+    """The same number of drafted tokens in every round; others choose one of 0..most for each.
 
-
-def best_width(seconds: Sequence[float], survival: Sequence[float], current: int = 0) -> int:
-    """The width of most tokens a second: `current` unless another promises `HYSTERESIS` times as many, or 0 as many.
-
-    `seconds` is what a round of each width 0..W takes, `survival` the slots' chances s1..sW.
-    """
-    rates = [expected_tokens(survival, width) / each for width, each in enumerate(seconds)]
-    best = max(range(len(rates)), key=rates.__getitem__)
-    if rates[best] > HYSTERESIS * rates[current]:
-        return best
-    return current if rates[current] > WORTHWHILE * rates[0] else 0
-
-
-@runtime_checkable
-class Widths(Protocol):
-    """What chooses the width of each round, 0..most.
-
-    reason: why the rounds are narrower than they could be, in one line; None where they are not.
+    reason: why rounds have fewer than they could have, in one line; None where they have not.
     """
 
-    most: int
-    reason: str | None
+    reason: str | None = None
+
+    def __init__(self, most: int):
+        self.most = most
+
+    def __call__(self, lanes: int) -> "FixedLength":
+        """What chooses for so many sequences that share their passes."""
+        return self
 
     def choose(self) -> int:
-        """The next round's width. Of rounds that are under way, nothing is known yet."""
+        """The next round's number. Of rounds that are under way, nothing is known yet."""
+        return self.most
 
-    def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
-        """A round of `width` kept `accepted` tokens and took `seconds` (None where that is unknown).
+    def observed(self, n: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
+        """A round of `n` drafted tokens kept `accepted` of them and took `seconds` (None where that is unknown).
 
         others: what was kept of other sequences' proposals in the same round.
         """
 
 
-class FixedWidth:
-    """The same width in every round."""
+@dataclass
+class Curve:
+    """What rounds of a pair take on a machine, and how much of the drafter's proposals was kept.
 
-    reason = None
-
-    def __init__(self, most: int):
-        self.most = most
-
-    def choose(self) -> int:
-        return self.most
-
-    def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
-        pass
-
-
-class Survival:
-    """Running estimates of each slot's chance to survive, given that the slots before it did.
-
-    Two memories, of about 50 and of about 5 trials. The short one replaces the long one where the first slot's chance
-    has changed by more than noise does.
+    seconds: of a round by its number of drafted tokens; empty before it was measured. settled: whether measuring came
+    to an end on a calm machine. survival: by slot, how often it was kept, on average over requests. drift: average
+    logarithm of what the last `rounds` rounds took of what they should, plain ones and those that draft. measured: how
+    often; answers: since the last time.
     """
 
-    def __init__(self, most: int, prior: Sequence[float] = ()):
-        """`prior`: what to think of the first slots before anything is known of them."""
-        self.prior = [*prior, *[prior[-1] if prior else PRIOR] * most][:most]
-        self.trials = 0
-        self._long = [(0.0, 0.0)] * most
-        self._short = [(0.0, 0.0)] * most
+    seconds: dict[int, float] = field(default_factory=dict)
+    survival: list[float] = field(default_factory=list)
+    settled: bool = True
+    drift: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    rounds: list[int] = field(default_factory=lambda: [0, 0])
+    measured: int = 0
+    answers: int = 0
 
-    def observe(self, width: int, accepted: int) -> None:
-        """A round of `width` kept `accepted` of its tokens."""
-        for slot in range(min(accepted + 1, width)):
-            survived = slot < accepted
-            self._long[slot] = _decayed(self._long[slot], 0.98, survived)
-            self._short[slot] = _decayed(self._short[slot], 0.8, survived)
-        self.trials += width > 0
-        if width and self._changed():
-            self._long = list(self._short)
-
-    def forget(self) -> None:
-        """Let what comes next weigh as much as all that was."""
-        self._long = self._short = [(n and 1.0, n and kept / n) for n, kept in self._long]
-
-    def estimates(self) -> list[float]:
-        """s1..sW; a slot that was seldom reached leans on what was known before, and on the slot before it."""
-        found, before = [], 1.0
-        for (n, kept), prior in zip(self._long, self.prior, strict=True):
-            # As much better or worse as the slot before it is.
-            before = (kept + min(1.0, prior * before)) / (n + 1)
-            found.append(before)
-            before = before / prior if prior else 1.0
-        return found
-
-    def _changed(self) -> bool:
-        (n, kept), (trials, survived) = self._long[0], self._short[0]
-        chance = (kept + self.prior[0]) / (n + 1)
-        noise = (chance * (1 - chance) / trials + 0.02) ** 0.5
-        return n > 8 and abs(survived / trials - chance) > 3 * noise
-
-
-class AutoWidth:
-    """Chooses each round's width 0..most, and learns from what becomes of it.
-
-    Plain decoding is measured first, then wider and wider rounds, as long as they may pay and trying them takes no more
-    than `CALIBRATION` of the work; `costs` may be known from before. Where width 0 is best, drafting is tried again
-    after a while, after a longer one each time.
-    """
-
-    def __init__(self, most: int, costs: Costs | None = None, file: Path | None = None):
-        """`file` is where costs are kept between processes; it may be missing, and may be deleted."""
-        self.most = most
-        self.costs = costs or (load(file) if file else Costs())
-        self.file = file
-        self.survival = Survival(most, self.costs.survival)
-        self._observed = 0
-        self.current: int | None = None
-        self._reason: str | None = "plain decoding is measured first"
-        self._rest = 0
-        self._unmeasured = 0
-        self._last = 0
-        self._work = 0.0
-        self._spent = self._gained = 0.0
-        self._credit = self.costs.credit
-        self._lent = LENT_AGAIN if self.costs.known(0) else LENT
-        self._wait, self._waited, self._paid = FIRST_WAIT, 0, 0
-        self._since_plain = self.costs.since_plain
-        # Widths that are tried in the next rounds, and those under way.
-        self._next: list[int] = []
-        self._trying: list[int] = []
-        self._tried_at = 0
-        self._tried_in_a_row = 0
-
-    def keep(self) -> None:
-        """Write what was learnt to the file."""
-        if self.file is None:
-            return
-        weight = 0.4 * min(1.0, self.survival.trials / FIRST)
-        pairs = zip(self.survival.prior, self.survival.estimates(), strict=True)
-        self.costs.survival = [(1 - weight) * before + weight * found for before, found in pairs]
-        if self.costs.known(0):
-            left = self._credit + (self._allowed(0) - self._spent) / self.costs.seconds(0)[0]
-            self.costs.credit = min(max(left, -MOST_DEBT), MOST_CREDIT)
-        self.costs.since_plain = self._since_plain
-        save(self.file, self.costs)
+    def costs(self, most: int, lanes: float = 1.0) -> list[float]:
+        """What rounds of 0..most drafted tokens take, in plain rounds; `lanes`: how many times as many as measured."""
+        if not self.seconds:
+            return [1.0, *(1 + DRAFTING + ROW * n for n in range(1, most + 1))]
+        known, rows = [*self.seconds], [lanes * (n + 1) for n in range(most + 1)]
+        # Beyond what was measured, as many times dearer as there are more rows.
+        found = [np.interp(n - 1, known, [*self.seconds.values()]) * max(1.0, n / (known[-1] + 1)) for n in rows]
+        return [float(each / found[0]) for each in found]
 
     @property
-    def reason(self) -> str | None:
-        """See `Widths.reason`; of the last decision."""
-        return self._reason
+    def due(self) -> bool:
+        """Whether it has to be measured, or measured again.
 
-    def _explain(self, known: list[int], seconds: list[float], survival: list[float]) -> str | None:
-        if self.current:
-            return None
-        if known == [0]:
-            return "rounds that draft are not measured yet"
-        best = max(known[1:], key=lambda width: expected_tokens(survival, width) / seconds[width])
-        tokens, times = expected_tokens(survival, best), seconds[best] / seconds[0]
-        surely = "is not sure to" if tokens > times else "does not"
-        drafted = f"{best} drafted token{'s' * (best > 1)}"
-        return (
-            f"drafting {surely} pay now: at best, a round with {drafted} takes {times:.2f} times a plain one for about "
-            f"{tokens:.2f} tokens"
-        )
+        Rounds that are quicker than it says show that it was made in a bad hour. Slower ones, a machine that was not
+        calm, or no number that could pay may be for now only: then after 1, 2, 4, … answers; else, after 64, 128, ….
+        """
+        long = [drift for drift, rounds in zip(self.drift, self.rounds, strict=True) if rounds >= LONG]
+        if not self.seconds or min(long, default=0) < TOO_DEAR:
+            return True
+        pays = any(n and (n + 1) * self.seconds[0] > each for n, each in self.seconds.items())
+        doubtful = not (self.settled and pays) or max(long, default=0) > TOO_CHEAP
+        return self.answers >= (1 if doubtful else OLD) << min(max(self.measured - 1, 0), 16)
+
+    @classmethod
+    def load(cls, file: Path | None) -> "Curve":
+        """What was kept; nothing where the file is missing or is no curve."""
+        if file in _UNSAVED:
+            return _UNSAVED[file]
+        try:
+            with file.open(encoding="utf-8") as text:
+                found = cls(**json.loads(text.read(1 << 16)))
+            found.seconds = dict(sorted((int(n), float(each)) for n, each in found.seconds.items()))
+            fine = all(0 <= n < 256 and 1e-9 <= each <= 1e9 for n, each in found.seconds.items()) and 0 in found.seconds
+            fine = fine and all(0 <= chance <= 1 for chance in found.survival)
+            fine = fine and [-1 <= each <= 1 for each in found.drift] == [True, True] and len(found.rounds) == 2
+            counts = (*found.rounds, found.measured, found.answers)
+            return found if fine and all(type(n) is int and n >= 0 for n in counts) else cls()
+        except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+            return cls()
+
+    def save(self, file: Path) -> None:
+        """Keep it for other processes; for this one alone where the file can't be written."""
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, [json.dumps(asdict(self)).encode()])
+        except (OSError, ValueError):
+            _UNSAVED[file] = self
+
+
+class AutoLength(FixedLength):
+    """Chooses by a curve and by how often each slot was kept lately, which begins with the pair's average.
+
+    Every request proposes at least one token at first, and while no number pays, one now and then, unless none could
+    pay at all. context: rows before the round; row_share: what one of them adds to a plain round, by bytes. current:
+    the last choice, probes apart.
+    """
+
+    def __init__(self, most: int, curve: Curve | None = None, file: Path | None = None, row_share: float = 0.0):
+        """`file` is where the curve is kept between processes; it may be missing, and may be deleted."""
+        self.most, self.file, self.row_share = most, file, row_share
+        self.curve = curve or Curve.load(file)
+        self.costs, known = self.curve.costs(most), self.curve.survival[:most] or [CHANCE]
+        self.curve.survival = known + known[-1:] * (most - len(known))
+        self.survival, self._trials = [*self.curve.survival], [FIRST] * most
+        self.current = self.context = self._drafted = self.wait = 0
+
+    def keep(self) -> None:
+        """The request is over: write what was learnt to the file."""
+        share, pairs = SHARE * min(1.0, self._drafted / FIRST), zip(self.curve.survival, self.survival, strict=True)
+        self.curve.survival = [before + share * (found - before) for before, found in pairs]
+        self.curve.answers += 1
+        if self.file and self.curve.seconds:
+            self.curve.save(self.file)
 
     def choose(self) -> int:
-        if not self.costs.known(0):
-            return 0
-        if self._rest:
-            self._rest -= 1
-            self._waited += 1
-            self._since_plain += 1
-            return 0
-        seconds = self.costs.seconds(self.most)
-        survival = self.survival.estimates()
-        known = [width for width in range(self.most + 1) if self.costs.known(width)]
-        measured = [math.inf] * (self.most + 1)
-        for width in known:
-            measured[width] = seconds[width] * math.exp(CAUTION * self.costs.doubt(width))
-        self.current = best_width(measured, survival, self.current if self.current in known else 0)
-        self._waited, self._paid = (0, self._paid + 1) if self.current else (self._waited + 1, 0)
-        self._since_plain += 1
-        if not self._next and not self._trying:
-            self._next = self._trial(known, seconds, measured, survival)
-        self._reason = self._explain(known, seconds, survival)
-        self._tried_in_a_row = self._tried_in_a_row + 1 if self._next else 0
-        if not self._next:
-            if self.current == 0 and not self._trying:
-                self._rest = RESTING - 1
-            return self.current
-        self._trying.append(self._next.pop())
-        self._tried_at = self._observed
-        return self._trying[-1]
+        """See `FixedLength.choose`."""
+        # Keys and values are read once, whatever the number of rows.
+        context = self.row_share * self.context
+        costs = [(each + context) / (1 + context) for each in self.costs]
+        # 1 + s1 + s1 s2 + …, where s_k is slot k's chance.
+        tokens = list(accumulate([1.0, *accumulate(self.survival, mul)]))
+        best = max(range(1, self.most + 1), key=lambda n: tokens[n] / costs[n])
+        pays = tokens[best] > WORTHWHILE * costs[best]
+        self.current, self.reason, self.wait = best if pays else 0, None, self.wait - 1
+        if not pays:
+            self.reason = (
+                f"drafting does not pay now: at best, a round with {best} drafted token{'s' * (best > 1)} takes "
+                f"{costs[best]:.2f} times a plain one for about {tokens[best]:.2f} tokens"
+            )
+            if self.wait >= 0 or all(n + 1 < WORTHWHILE * each for n, each in enumerate(costs) if n):
+                return 0
+            # What a probe finds counts for as much as all that was before.
+            self._trials = [1] * self.most
+        self.wait = math.ceil((costs[1] - 1) / PROBES)
+        return self.current or 1
 
-    def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
-        """See `Widths.observed`."""
+    def observed(self, n: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
+        """See `FixedLength.observed`."""
+        curve, kind = self.curve, n > 0
+        if seconds and curve.seconds:
+            took = math.log(seconds / curve.seconds[0] / (self.costs[n] + self.row_share * self.context))
+            curve.rounds[kind] = min(curve.rounds[kind] + 1, LONG)
+            curve.drift[kind] += (min(max(took, -1.0), 1.0) - curve.drift[kind]) / curve.rounds[kind]
+        self._drafted, self.context = self._drafted + kind, self.context + accepted + 1
         for kept in (accepted, *others):
-            self.survival.observe(width, kept)
-        tried = width in self._trying
-        if tried:
-            self._trying.remove(width)
-            if not any((accepted, *others)) and self.costs.known(width):
-                # Good drafting seldom fails from its first slot on.
-                self._next.clear()
-        if width == 0:
-            self._since_plain = 0
-        missed, self._last = width and not self._last, width
-        if seconds is None:
-            return
-        self._unmeasured += 1
-        self._observed += 1
-        self._work += seconds
-        if self._rest and not width:
-            return
-        # A round that something else slowed down has not spent so much on trying.
-        usual = min(seconds, 2 * self.costs.seconds(width)[width]) if self.costs.known(0) else seconds
-        # The drafter had to see what it had missed, too.
-        if not (missed and self.costs.known(width)):
-            self.costs.observe(width, seconds, self._unmeasured)
-            self._unmeasured = 0
-        if self._observed > self._tried_at + UNDER_WAY:
-            # It came out narrower: the drafter had no more, or there was no room.
-            self._trying.clear()
-        if not self.costs.known(0):
-            return
-        kept = (accepted + sum(others)) / (1 + len(others))
-        gained = (kept + 1) * self.costs.seconds(0)[0] - usual
-        self._gained += gained
-        if tried or (width and self._observed <= FIRST):
-            self._spent = max(0.0, self._spent - gained)
-
-    def _trial(self, known, seconds, measured, survival) -> list[int]:
-        """Widths to try in the next rounds: one that was never measured, drafting again, or plain decoding again."""
-        new = self._untried(known, seconds, survival)
-        if new is not None:
-            # Its first round won't be measured.
-            return [new] * (1 if self.current and self.costs.begun(new) else 2)
-        if self.current == 0:
-            again = self._retried(measured) if self._waited >= self._wait else None
-            return [] if again is None else [again] * 3
-        if self._paid > FIRST:
-            self._wait = FIRST_WAIT
-        gain = expected_tokens(survival, self.current) / seconds[self.current] * seconds[0]
-        return [0] if self._since_plain > (STALE if gain < SURE else LONG_STALE) else []
-
-    def _untried(self, known: list[int], seconds: list[float], survival: list[float]) -> int | None:
-        """A width that is not surely known and would pay if it takes less than it is held to: costs go in steps.
-
-        Next to a known width no more than that one, else half-way between that one and what is expected.
-        """
-        rate = HYSTERESIS * max(expected_tokens(survival, width) / seconds[width] for width in known)
-        widest = known[-1]
-        hopeful = []
-        for width in range(1, min(self.most, 2 * widest + 1) + 1):
-            # Nor again and again: one that is tried all the time would be compared with nothing.
-            again = self._tried_in_a_row >= MOST_IN_A_ROW or width == self.current
-            if width in known and (again or self.costs.doubt(width, self.current) < DOUBTFUL):
-                continue
-            below = max(w for w in known if w < width)
-            least = seconds[below] if below == width - 1 else (seconds[below] + seconds[width]) / 2
-            promise = expected_tokens(survival, width) / least
-            if promise > rate and self._affords(seconds[width], expected_tokens(survival, width)):
-                hopeful.append((promise, width))
-        return max(hopeful)[1] if hopeful else None
-
-    def _retried(self, measured: list[float]) -> int | None:
-        """Drafting once more, where it would pay if it were good again."""
-        if any(map(self.costs.known, range(1, self.most + 1))):
-            width = best_width(measured, [HOPE] * self.most)
-        else:
-            width, measured = 1, self.costs.seconds(1)
-        if not width or not self._affords(3 * measured[width], 3.0):
-            return None
-        self._wait, self._waited = min(2 * self._wait, LAST_WAIT), 0
-        self.survival.forget()
-        return width
-
-    def _affords(self, seconds: float, tokens: float) -> bool:
-        plain = self.costs.seconds(0)[0]
-        loss = max(0.0, seconds - tokens * plain)
-        return self._spent + loss <= self._allowed(self._lent * plain) + self._credit * plain
-
-    def _allowed(self, lent: float) -> float:
-        """Seconds that trying other widths may take."""
-        return CALIBRATION * (self._work + lent) + FROM_GAINS * max(0.0, self._gained)
+            for slot in range(min(kept + 1, n)):
+                self._trials[slot] = min(self._trials[slot] + 1, MEMORY)
+                self.survival[slot] += ((slot < kept) - self.survival[slot]) / self._trials[slot]
+            if 0 < kept == n < self.most:
+                self.survival[n] += HOPE * (1 - self.survival[n])
 
 
-def _decayed(memory: tuple[float, float], decay: float, survived: bool) -> tuple[float, float]:
-    n, kept = memory
-    return n * decay + 1, kept * decay + survived
+class Measurement(FixedLength):
+    """Has rounds of each number by turns until `done`; then `length` has a new curve, if there was time for one.
+
+    That is when a turn found none quicker than before, or after five seconds.
+    """
+
+    def __init__(self, length: AutoLength, clock: Callable[[], float] = time.perf_counter):
+        super().__init__(length.most)
+        self.length, self.done, self._clock = length, False, clock
+        self._numbers = [*(n for n in NUMBERS if n < self.most), self.most]
+        self._samples, self._best, self._chosen, self._count, self._last = {}, {}, 0, 0, -1
+        self._at = clock()
+        self._end = self._at + MOST_SECONDS
+
+    def choose(self) -> int:
+        """See `FixedLength.choose`."""
+        self._chosen += 1
+        return self._numbers[(self._chosen - 1) // IN_A_ROW % len(self._numbers)]
+
+    def observed(self, n: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
+        """See `FixedLength.observed`."""
+        before, self._at = self._at, self._clock()
+        if n == self._last:
+            self._samples.setdefault(n, []).append(self._at - before)
+        self._last, self._count = n, self._count + 1
+        late = self._at > self._end
+        if late or self._count % (IN_A_ROW * len(self._numbers)) == 0:
+            before, self._best = self._best, {n: min(each) for n, each in self._samples.items()}
+            stands = all(each > STABLE * before.get(n, math.inf) for n, each in self._best.items())
+            self.done = stands or late
+            if self.done and len(self._best) > 1 and 0 in self._best:
+                self._take(stands and all(median(each) < CALM * min(each) for each in self._samples.values()))
+
+    def _take(self, settled: bool) -> None:
+        # An accident only makes rounds longer: none takes more than a wider one, or, by rows, than a narrower one.
+        seconds = {n: min(self._best[m] for m in self._best if m >= n) for n in sorted(self._best)}
+        for n in seconds:
+            seconds[n] = min([seconds[n], *(seconds[m] * (n + 1) / (m + 1) for m in seconds if 0 < m < n)])
+        curve = self.length.curve
+        self.length.curve = Curve(seconds, curve.survival, settled, measured=curve.measured + 1)
+        self.length.costs = self.length.curve.costs(self.most)
+
+
+class LaneLengths:
+    """What chooses for lanes that share their passes, for 1, 2, up to 4, up to 8 … of them apart, by `new`.
+
+    A drafted token is a row in every lane: where a pass is bound by arithmetic, many lanes can pay for fewer of them.
+    """
+
+    def __init__(self, new: Callable[[int], AutoLength]):
+        self._new, self.lengths = new, {}
+
+    def __call__(self, lanes: int) -> AutoLength:
+        """What chooses for so many; until that is measured, by the nearest curve, at as many rows."""
+        about = 1 << (lanes - 1).bit_length()
+        if about not in self.lengths:
+            self.lengths[about] = self._new(about)
+        near = min(self.lengths, key=lambda n: (not self.lengths[n].curve.seconds, max(n, about) / min(n, about)))
+        self.lengths[about].costs = self.lengths[near].curve.costs(self.lengths[about].most, about / near)
+        return self.lengths[about]
+
+    def join(self, context: int) -> None:
+        """A request with so many rows comes in: it is proposed a token at once."""
+        for length in self.lengths.values():
+            length.context, length.wait = max(length.context, context), 0
+
+    def keep(self) -> None:
+        """Write what was learnt, and go on from there: no round is under way."""
+        for lanes, length in self.lengths.items():
+            length.keep()
+            self.lengths[lanes] = self._new(lanes)
+
+
+@cache
+def power_mode() -> str:
+    """The macOS power mode, as `pmset` reports it; "" elsewhere and where it can't be read."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if sys.platform == "darwin":
+            said = subprocess.run(["pmset", "-g"], capture_output=True, text=True, timeout=2).stdout
+            return " ".join(sorted(" ".join(line.split()) for line in said.splitlines() if "powermode" in line))
+    return ""
+
+
+def curve_file(*what: str) -> Path:
+    """The file for these weights and notes on this machine, with these versions, kernels and power mode."""
+    chip = mx.device_info().get("device_name") or platform.processor()
+    machine = (platform.node(), platform.machine(), chip, str(mx.default_device()), metal_factory() is not None)
+    versions = (mx.__version__, specmlx.__version__, power_mode())
+    digest = blake2b(json.dumps([*machine, *versions, *what]).encode(), digest_size=16)
+    return cache_directory() / "draft_length" / f"{digest.hexdigest()}.json"

@@ -9,9 +9,8 @@ import mlx.core as mx
 from specmlx.cache.conversation import Held, Observable
 from specmlx.cache.layers import LayerStates
 from specmlx.decoding import joint
-from specmlx.decoding.draft_length import Widths
+from specmlx.decoding.draft_length import FixedLength
 from specmlx.decoding.drafting import observe, observe_ahead, propose
-from specmlx.decoding.lane_width import widths_of
 from specmlx.decoding.policy import MixedPolicy, Policies, RoundPolicy
 from specmlx.decoding.prefill import Checkpoints, prefill
 from specmlx.decoding.round import Delivery, OnProposal, Round, Target
@@ -86,21 +85,26 @@ class Batch:
         self,
         target: Target,
         drafter: Drafter | None = None,
-        num_draft_tokens: int | Widths | Callable[[int], Widths] | None = None,
+        num_draft_tokens: int | Callable[[int], FixedLength] | None = None,
         *,
         lookahead: bool = True,
         timer: Timer | None = None,
         decide: Callable[[mx.array], mx.array] | None = None,
         on_proposal: OnProposal | None = None,
     ):
-        """num_draft_tokens: a number, what chooses one for each round, or what says by B what does; None: the most.
+        """num_draft_tokens: a number, or what says by B what chooses one for each round; None: the most.
 
         timer: waits for each step of a round. decide: makes integers the same in all processes that run the target.
         Raises ValueError for a number outside 0..drafter.max_width.
         """
         self.target, self.drafter, self.vocab_size = target, drafter, target.vocab_size
         self.timer, self.decide, self.on_proposal = timer, decide, on_proposal
-        self._widths_of = widths_of(num_draft_tokens, drafter.max_width if drafter else 0)
+        most = drafter.max_width if drafter else 0
+        if not callable(num_draft_tokens):
+            num_draft_tokens = FixedLength(most if num_draft_tokens is None else num_draft_tokens)
+        if not 0 <= (given := num_draft_tokens(1).most) <= most:
+            raise ValueError(f"num_draft_tokens is {given}: this drafter proposes 0 to {most}")
+        self._lengths_of = num_draft_tokens
         self.lookahead = lookahead
         self.rounds = 0
         self.sequences: list[Sequence] = []
@@ -108,7 +112,7 @@ class Batch:
         self._joining: list[Sequence] = []
         self._parted: set[Sequence] = set()
         self._ahead: Round | None = None
-        self._widths: Widths | None = None
+        self._length: FixedLength | None = None
         self._chosen = 0
         # Seconds that the loop had, when it was last entered and left, and what its reader had since a round was read.
         self._busy = self._away = 0.0
@@ -117,9 +121,9 @@ class Batch:
 
     def choose(self, batch: int) -> int:
         """How many tokens the next round of so many sequences would like to propose."""
-        widths = self._widths_of(batch)
-        if widths is not self._widths:
-            self._widths, self._chosen = widths, widths.choose()
+        length = self._lengths_of(batch)
+        if length is not self._length:
+            self._length, self._chosen = length, length.choose()
         return self._chosen
 
     def join(self, sequences: Collection[Sequence]) -> None:
@@ -180,7 +184,7 @@ class Batch:
 
     def _issue_ahead(self, round: Round) -> Round | Exception | None:
         """The next round, if it is known before this one is read. What it raises has to wait for this one's tokens."""
-        chosen = self._chosen = self._widths.choose()
+        chosen = self._chosen = self._length.choose()
         ahead = self.lookahead and self.held.states.looks_ahead and not self._policies.sequential
         if not ahead or self._joining or any(map(self._leaves, self.sequences)):
             return None
@@ -241,12 +245,12 @@ class Batch:
         kept = [
             each.accepted for i, each in enumerate(found) if not (self.sequences[i].over or i in round.failures)
         ] or [0]
-        self._widths.observed(round.num_draft_tokens, kept[0], self._taken(round, begin, now), kept[1:])
+        self._length.observed(round.num_draft_tokens, kept[0], self._taken(round, begin, now), kept[1:])
         for sequence, length in zip(self.sequences, lengths, strict=True):
             if not sequence.over:
                 sequence.stats.device_seconds += round.seconds + now - begin
                 sequence.stats.begin_round(round.num_draft_tokens, context=length)
-                sequence.stats.explain(sequence.reason, self._widths.reason)
+                sequence.stats.explain(sequence.reason, self._length.reason)
         self.held.begin(round.observable if self.drafter else None)
         return found
 

@@ -10,8 +10,7 @@ import mlx.core as mx
 
 from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
-from specmlx.decoding.draft_length import FULL, AutoWidth
-from specmlx.decoding.lane_width import LaneWidths
+from specmlx.decoding.draft_length import FULL, AutoLength, LaneLengths
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.processors import Processor
 from specmlx.decoding.sampling import plain_sampler
@@ -20,7 +19,7 @@ from specmlx.decoding.stops import StopStrings
 from specmlx.drafters.proposal import Drafter
 from specmlx.formats.values import check
 from specmlx.generation.chat_turns import Turns, turns
-from specmlx.generation.draft_options import choose_drafter, choose_width
+from specmlx.generation.draft_options import choose_drafter, choose_length
 from specmlx.generation.prompt_cache import open_cache
 from specmlx.generation.prompts import encode_prompt, wrapped_tokenizer
 from specmlx.generation.responses import GenerationResponse, Reply
@@ -103,14 +102,14 @@ class Jobs:
             self.drafter = None
             self._stats = Stats(mode="plain", reason=self.model.no_draft_reason)
         self._caching, self._template = False, None
-        self.width = None if num_draft_tokens == FULL else num_draft_tokens
+        self.length = None if num_draft_tokens == FULL else num_draft_tokens
         if self.drafter is not None and num_draft_tokens in (AUTO, None):
-            self.width = LaneWidths(self._widths_of)
+            self.length = LaneLengths(self._length_of)
             # The weights' fingerprints are taken now, not within a round.
-            self.width(1)
+            self.length(1)
 
-    def _widths_of(self, lanes: int) -> AutoWidth:
-        return choose_width(self.model, self.drafter, AUTO, *([] if lanes == 1 else [f"{lanes} lanes"]))
+    def _length_of(self, lanes: int) -> AutoLength:
+        return choose_length(self.model, self.drafter, AUTO, *([] if lanes == 1 else [f"{lanes} lanes"]))
 
     def scheduler(
         self,
@@ -125,7 +124,7 @@ class Jobs:
         self._caching = options.get("prompt_cache") is not None
         # Refused before any prompt runs.
         open_cache(self.model, None, kv_format)
-        return Scheduler(self.model, self.drafter, self.width, kv_format=kv_format, **options)
+        return Scheduler(self.model, self.drafter, self.length, kv_format=kv_format, **options)
 
     def new(
         self,
@@ -206,6 +205,7 @@ def batch_generate(
     kv_bits: int | str | None = None,
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
+    calibrate: bool = True,
 ) -> BatchResponse:
     """Answer several prompts together, as mlx_lm's `batch_generate` does; each text is what it would be alone.
 
@@ -215,7 +215,7 @@ def batch_generate(
         max_tokens, sampler, seed: one for all prompts, or a list with one each.
         logits_processors: a list for all prompts (objects of specmlx's only), or a list of such lists, one each.
         max_lanes: prompts that decode together; the others wait.
-        max_kv_size, kv_bits, kv_group_size, quantized_kv_start: as in `stream_generate`, for each prompt.
+        max_kv_size, kv_bits, kv_group_size, quantized_kv_start, calibrate: as in `stream_generate`, for each prompt.
 
     A prompt that fails while it runs fails alone: its text is None and `errors` holds the exception. Raises ValueError
     for options and prompts that can't be honoured, before any prompt runs.
@@ -231,6 +231,7 @@ def batch_generate(
         max_lanes=max_lanes,
         prefill_step_size=prefill_step_size,
         prompt_cache=_store(prompt_cache),
+        calibrate=calibrate,
     )
     n = len(prompts)
     each = zip(

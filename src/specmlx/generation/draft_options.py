@@ -1,20 +1,35 @@
 """A request's drafter, and how many tokens it drafts."""
 
+import contextlib
+import os
 import warnings
+from collections.abc import Sequence as Ids
+from functools import partial
 from typing import Any
 
-from specmlx.decoding.costs import costs_file
-from specmlx.decoding.draft_length import FULL, AutoWidth
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from specmlx.cache.conversation import Conversation
+from specmlx.decoding.draft_length import FULL, AutoLength, Measurement, curve_file
+from specmlx.decoding.loop import Batch, Sequence
 from specmlx.decoding.policy import Policy
+from specmlx.decoding.prefill import prefill
+from specmlx.decoding.round import OnProposal
 from specmlx.decoding.stats import Stats
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter, Fingerprinted
 from specmlx.formats.values import integer
+from specmlx.kernels.dispatch import to_stderr
 from specmlx.loading.load import AUTO, load_drafter
-from specmlx.parallel.broadcast import SharedWidths
+from specmlx.parallel.broadcast import SharedLength, from_first
 from specmlx.targets.any_lm import AnyLM
+from specmlx.targets.config import FULL as ATTENTION
 from specmlx.targets.hybrid import Model
+
+# How many of a prompt's last tokens conversations begin with in which rounds are measured.
+_PROMPT = 128
 
 
 def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | str | None, policy: Policy):
@@ -55,25 +70,73 @@ def check_width(drafter: Drafter | None, num_draft_tokens: int | str | None, rea
         raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
 
 
-def choose_width(
+def choose_length(
     model: Any, drafter: Drafter | None, num_draft_tokens: int | str | None, *apart: str
-) -> int | AutoWidth | None:
+) -> int | AutoLength | None:
     """What a batch takes for a `num_draft_tokens`; None is the drafter's most. What rounds take is kept `apart`."""
     if drafter is None or num_draft_tokens == FULL:
         return None
     if num_draft_tokens != AUTO and num_draft_tokens is not None:
         return num_draft_tokens
+    # A drafter of the user's is known by its name: if it has changed, rounds contradict what was kept.
     known = isinstance(drafter, Fingerprinted)
+    name = drafter.fingerprint if known else f"{type(drafter).__module__}.{type(drafter).__qualname__}"
     # Rounds take as long as the kernels that were chosen for them have it.
-    notes = [*apart, model.kernel_note] if model.kernel_note else apart
-    file = costs_file(model.fingerprint, drafter.fingerprint, *notes) if known else None
-    if model.sharding_group is not None:
-        return SharedWidths(drafter.max_width, model.sharding_group, file)
-    return AutoWidth(drafter.max_width, file=file)
+    file = curve_file(model.fingerprint, name, str(drafter.max_width), model.kernel_note or "", *apart)
+    group = model.sharding_group
+    return AutoLength(
+        drafter.max_width, file=file if group is None or group.rank() == 0 else None, row_share=_row_share(model)
+    )
 
 
-def warn_if_idle(stats: Stats, drafter: Drafter | None, widths: int | AutoWidth | None) -> None:
+def _row_share(model: Model | AnyLM) -> float:
+    """Bytes of a row of keys and values, as a share of the weights; 0 where it isn't known."""
+    if isinstance(model, AnyLM):
+        return 0.0
+    row = 2 * model.config.layer_types.count(ATTENTION) * model.kv_heads * model.config.head_dim * model.dtype.size
+    return row / sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+
+
+def measure(
+    model: Model | AnyLM,
+    drafter: Drafter,
+    length: AutoLength,
+    prompt: Ids[int],
+    lanes: int = 1,
+    lookahead: bool = True,
+    on_proposal: OnProposal | None = None,
+) -> None:
+    """Measure what rounds take, if that is due: those of conversations that begin as the prompt ends, thrown away.
+
+    It is off where $SPECMLX_CALIBRATE is 0. What goes wrong here goes wrong in the answer, which says so.
+    """
+    group, due = model.sharding_group, length.curve.due and os.environ.get("SPECMLX_CALIBRATE") != "0"
+    if group is not None:
+        due = from_first(group, mx.array(due, dtype=mx.int32)).item()
+    if not due:
+        return
+    if group is None or group.rank() == 0:
+        together = f", {lanes} requests together" if lanes > 1 else ""
+        to_stderr(f"measuring what rounds take with {type(drafter).__name__} on this machine{together} (5 s at most)")
+    measurement = Measurement(length)
+    chosen = measurement if group is None else SharedLength(measurement, group)
+    decide = None if group is None else partial(from_first, group)
+    batch = Batch(model, drafter, chosen, lookahead=lookahead, decide=decide, on_proposal=on_proposal)
+    with contextlib.suppress(Exception):
+        prompt = list(prompt[-max(_PROMPT // lanes, 8) :])
+        for _ in range(lanes):
+            conversation = Conversation(model.new_states())
+            for _ in prefill(model, conversation, prompt, drafter, _PROMPT):
+                pass
+            batch.join([Sequence(conversation, Policy(), list(prompt))])
+        while not chosen.done:
+            for _ in batch.round():
+                pass
+    length.context = 0
+
+
+def warn_if_idle(stats: Stats, drafter: Drafter | None, length: int | AutoLength | None) -> None:
     """Warn where a drafter that was to propose never did."""
-    asked = widths.current if isinstance(widths, AutoWidth) else widths != 0
+    asked = length.current if isinstance(length, AutoLength) else length != 0
     if drafter is not None and asked and stats.rounds > 1 and stats.proposed == 0:
         warnings.warn("the drafter was loaded but never proposed a token", stacklevel=4)

@@ -76,6 +76,7 @@ class Engine:
         max_lanes: requests that decode together. max_waiting: requests beyond those that run; one more is refused.
         prompt_cache: a `PromptCache`: prompts are then whole conversations, of which only what is new is run.
         max_kv_size, kv_bits, kv_group_size, quantized_kv_start: as in `stream_generate`, for every request.
+        calibrate: as in `stream_generate`, while no request runs.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Engine:
         kv_bits: int | str | None = None,
         kv_group_size: int = 64,
         quantized_kv_start: int = 5000,
+        calibrate: bool = True,
     ):
         max_waiting = check("max_waiting", max_waiting)
         self._jobs = Jobs(model, tokenizer, draft_model, num_draft_tokens)
@@ -104,6 +106,7 @@ class Engine:
             max_lanes=max_lanes,
             prefill_step_size=prefill_step_size,
             prompt_cache=prompt_cache,
+            calibrate=calibrate,
         )
         self.max_waiting = max_waiting
         self._changed = threading.Condition()

@@ -14,7 +14,7 @@ from specmlx.cache.conversation import Conversation
 from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
 from specmlx.decoding import loop
-from specmlx.decoding.draft_length import AutoWidth
+from specmlx.decoding.draft_length import AutoLength
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.round import OnProposal
 from specmlx.decoding.sampling import plain_sampler
@@ -25,7 +25,7 @@ from specmlx.formats.printable import printable
 from specmlx.formats.values import check
 from specmlx.generation.chat_turns import turns
 from specmlx.generation.context_limits import check_memory, context_limit, tokens_left, warn_if_full
-from specmlx.generation.draft_options import choose_drafter, choose_width, warn_if_idle
+from specmlx.generation.draft_options import choose_drafter, choose_length, measure, warn_if_idle
 from specmlx.generation.prompt_cache import (
     close_cache,
     load_prompt_cache,
@@ -38,7 +38,7 @@ from specmlx.generation.responses import GenerationResponse, Reply, summary
 from specmlx.generation.reuse import Reuse
 from specmlx.generation.threads import clear_streams_at_end
 from specmlx.loading.load import AUTO, load, load_drafter
-from specmlx.parallel.broadcast import ASKED, from_first, nobodys_noise, what_is_asked
+from specmlx.parallel.broadcast import ASKED, SharedLength, from_first, nobodys_noise, what_is_asked
 from specmlx.parallel.group import agreed
 from specmlx.targets.from_mlx_lm import as_target
 
@@ -76,6 +76,7 @@ def stream_generate(
     kv_group_size: int = 64,
     quantized_kv_start: int = 5000,
     input_embeddings: mx.array | None = None,
+    calibrate: bool = True,
     profile: bool = False,
 ) -> Iterator[GenerationResponse]:
     """Generate text token by token with mlx_lm's signature and, where the model has a drafter, several tokens a pass.
@@ -86,7 +87,7 @@ def stream_generate(
         max_tokens: -1 for no limit.
         draft_model: "auto" (the one loaded with the model), None for plain decoding, a drafter, or its path.
         num_draft_tokens: drafted tokens verified in each pass, 0 to the drafter's most; "full" is that most, "auto" the
-            number that is fastest here, measured while decoding (0 where drafting doesn't pay).
+            number that is fastest for this text on this machine (0 where drafting doesn't pay).
         seed: makes sampling repeatable, whatever the drafter and the width.
         stop: strings that end the text; they are not part of it.
         sampler, logits_processors: `specmlx.make_sampler`'s and `make_logits_processors`'s, or callables
@@ -101,6 +102,8 @@ def stream_generate(
         kv_bits, kv_group_size: keys and values of the attention layers in mlx's format of so many bits (2 to 8) with a
             scale for so many elements; kv_bits "int8": 8 bits with one float32 scale per token and head.
         quantized_kv_start: from this many tokens on; the first ones too, then.
+        calibrate: for "auto", measure what rounds take before the first answer of a pair on this machine, which takes
+            up to five seconds, and again where it has changed. Without it, a guess is used.
         profile: take decoding's time apart, in the last response's `stats.phases`. Each phase is then waited for, so it
             is slower than usual.
 
@@ -125,6 +128,7 @@ def stream_generate(
         progress=prompt_progress_callback,
         max_kv_size=max_kv_size,
         kv_format=KVFormat.read(kv_bits, kv_group_size, quantized_kv_start),
+        calibrate=calibrate,
         profile=profile,
     ).responses()
 
@@ -170,6 +174,7 @@ class Generation:
     progress: Callable[[int, int], None] | None = None
     max_kv_size: int | None = None
     kv_format: KVFormat | None = None
+    calibrate: bool = True
     profile: bool = False
     on_proposal: OnProposal | None = None
 
@@ -189,7 +194,7 @@ class Generation:
         self.drafter, self.stats = choose_drafter(model, self.draft_model, self.num_draft_tokens, self.policy)
         self.stops = StopStrings(self.stop)
         apart = [] if self.on_proposal is None else [self.on_proposal.name]
-        self.widths = choose_width(model, self.drafter, self.num_draft_tokens, *apart)
+        self.length = choose_length(model, self.drafter, self.num_draft_tokens, *apart)
         self.stop_tokens = frozenset(self.tokenizer.eos_token_ids)
         # A CPU has nothing to overlap with its host, and a round that is dropped at the end has cost a whole one.
         self.lookahead = mx.default_device() != mx.cpu and not self.profile
@@ -208,20 +213,26 @@ class Generation:
                     limits = (self.max_tokens, self.prefill_step_size, self.kv_format, self.lookahead)
                     stop = (sorted(self.stop_tokens), list(self.stops.stops))
                     ids = [*conversation.tokens, *self.ids]
-                    asked |= what_is_asked(ids, self.policy, self.drafter, self.widths, stop, limits)
+                    asked |= what_is_asked(ids, self.policy, self.drafter, self.length, stop, limits)
             if group is not None and self.seed is None:
                 self.policy = self.policy.with_noise(nobodys_noise(group))
-            timer = Timer(self.stats) if self.profile else None
+            timer, length = Timer(self.stats) if self.profile else None, self.length
+            cached = 0 if reuse is None else reuse.length
+            if isinstance(length, AutoLength):
+                if self.calibrate:
+                    with contextlib.nullcontext() if self.stream is None else mx.stream(self.stream):
+                        measure(model, self.drafter, length, self.ids, 1, self.lookahead, self.on_proposal)
+                length.context = len(conversation.tokens) + len(self.ids) - cached
+                length = length if group is None else SharedLength(length, group)
             batch = loop.Batch(
                 model,
                 self.drafter,
-                self.widths,
+                length,
                 lookahead=self.lookahead,
                 timer=timer,
                 decide=None if group is None else partial(from_first, group),
                 on_proposal=self.on_proposal,
             )
-            cached = 0 if reuse is None else reuse.length
             sequence = loop.Sequence(
                 conversation, self.policy, self.ids[:cached], self.stop_tokens, self.max_tokens, self.stats
             )
@@ -246,7 +257,7 @@ class Generation:
                             response.stats = self.stats.snapshot()
                         # What nobody asked for may find nothing.
                         if self.drafter is not model.fallback:
-                            warn_if_idle(self.stats, self.drafter, self.widths)
+                            warn_if_idle(self.stats, self.drafter, self.length)
                         if self.drafter is not None:
                             model.count_first(self.drafter, self.stats.proposed, self.stats.first_accepted)
                         if full:
@@ -257,8 +268,8 @@ class Generation:
             finally:
                 tokens.close()
                 # What a profiled round takes, others don't.
-                if isinstance(self.widths, AutoWidth) and not self.profile:
-                    self.widths.keep()
+                if isinstance(self.length, AutoLength) and not self.profile:
+                    self.length.keep()
                 if conversation.owned_by(sequence.owner):
                     conversation.settle()
                 close_cache(model, self.prompt_cache, conversation, sequence.owner)

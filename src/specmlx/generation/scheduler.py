@@ -13,7 +13,7 @@ from specmlx.cache.conversation import Conversation
 from specmlx.cache.layers import LayerStates
 from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
-from specmlx.decoding.lane_width import LaneWidths
+from specmlx.decoding.draft_length import LaneLengths
 from specmlx.decoding.loop import Batch, Sequence, Token
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.prefill import prefill
@@ -21,6 +21,7 @@ from specmlx.decoding.stats import Stats
 from specmlx.drafters.proposal import Drafter
 from specmlx.generation.chat_turns import Turns
 from specmlx.generation.context_limits import check_memory, context_limit, tokens_left, warn_if_full
+from specmlx.generation.draft_options import measure
 from specmlx.generation.prompt_cache import open_cache
 from specmlx.generation.responses import GenerationResponse, Reply
 from specmlx.generation.reuse import Reuse
@@ -73,21 +74,22 @@ class Scheduler:
         self,
         model: Any,
         drafter: Drafter | None,
-        width: int | LaneWidths | None,
+        length: int | LaneLengths | None,
         *,
         max_lanes: int = 8,
         prefill_step_size: int = 2048,
         prompt_cache: PromptCache | None = None,
         max_kv_size: int | None = None,
         kv_format: KVFormat | None = None,
+        calibrate: bool = True,
     ):
         self.model, self.drafter = model, drafter
-        self.width = width
+        self.length = length
         self.max_lanes = max_lanes
         self.prefill_step_size = prefill_step_size
         self.prompt_cache = prompt_cache
         self.limit = context_limit(model, max_kv_size)
-        self.kv_format = kv_format
+        self.kv_format, self.calibrate = kv_format, calibrate
         # See `generation.Generation`.
         self.lookahead = mx.default_device() != mx.cpu
         self.together = isinstance(model.new_states(), LayerStates)
@@ -152,8 +154,8 @@ class Scheduler:
 
     def _drop(self, key: Any) -> None:
         self._passes += self._batches.pop(key).rounds
-        if isinstance(self.width, LaneWidths):
-            self.width.keep()
+        if isinstance(self.length, LaneLengths):
+            self.length.keep()
 
     def _sweep(self) -> None:
         for job in [job for job in self._waiting if job.cancelled]:
@@ -201,12 +203,22 @@ class Scheduler:
         cached = job.reuse.length if job.reuse else 0
         job.reply.cached_tokens = cached
         if not self.together:
-            auto = isinstance(self.width, LaneWidths)
+            auto = isinstance(self.length, LaneLengths)
             job.stats.reason = ALONE_FULL if auto and self.drafter else ALONE
+        elif isinstance(self.length, LaneLengths) and not self._running:
+            self._measure(job.ids)
         checkpoints = job.reuse and job.reuse.checkpoints
         job.steps = prefill(
             self.model, job.conversation, job.ids[cached:], self.drafter, self.prefill_step_size, checkpoints
         )
+
+    def _measure(self, prompt: list[int]) -> None:
+        """Before the first of several requests: what rounds of so many take, and of as many as there were before."""
+        together = self.length(min(self.max_lanes, 1 + len(self._waiting)))
+        for lanes, length in self.length.lengths.items():
+            if self.calibrate and (length is together or length.context):
+                measure(self.model, self.drafter, length, prompt, lanes, self.lookahead)
+        self.length.keep()
 
     def _take_in(self, job: Job) -> None:
         clock = time.perf_counter()
@@ -222,6 +234,8 @@ class Scheduler:
         job.sequence = Sequence(job.conversation, job.policy, list(job.ids), job.stop_tokens, job.max_tokens, job.stats)
         self._prefilling = None
         self._running.append(job)
+        if isinstance(self.length, LaneLengths):
+            self.length.join(len(job.ids))
 
     def _decode(self) -> None:
         """A round for each batch, of those that have just come in too."""
@@ -249,9 +263,9 @@ class Scheduler:
         elif self.kv_format is not None:
             key = len(job.conversation.processed) >= self.kv_format.start
         if key not in self._batches:
-            alone_full = not self.together and isinstance(self.width, LaneWidths)
-            width = None if self.drafter is None or alone_full else self.width
-            self._batches[key] = Batch(self.model, self.drafter, width, lookahead=self.lookahead)
+            alone_full = not self.together and isinstance(self.length, LaneLengths)
+            length = None if self.drafter is None or alone_full else self.length
+            self._batches[key] = Batch(self.model, self.drafter, length, lookahead=self.lookahead)
         if job.batch is self._batches[key]:
             return
         if job.batch is not None:

@@ -6,12 +6,11 @@ and the width are therefore the first process's, sent to the others.
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from specmlx.decoding.draft_length import AutoWidth, Widths
+from specmlx.decoding.draft_length import FixedLength
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.processors import Processor
 from specmlx.decoding.rng import Noise
@@ -34,7 +33,7 @@ def what_is_asked(
     ids: Sequence[int],
     policy: Policy,
     drafter: Drafter | None,
-    num_draft_tokens: int | Widths | None,
+    num_draft_tokens: int | FixedLength | None,
     stop: tuple,
     limits: tuple,
 ) -> dict[str, Any]:
@@ -60,32 +59,36 @@ def nobodys_noise(group: mx.distributed.Group) -> Noise:
     return Noise(int.from_bytes(bytes(words.tolist()), "little"))
 
 
-class SharedWidths(AutoWidth):
-    """Widths that the first process chooses by its own clock, a round earlier than it would alone.
+class SharedLength(FixedLength):
+    """Numbers of drafted tokens that the first process chooses by its own clock, a round earlier than it would alone.
 
     A decision is sent behind the round that is under way and taken for the one after the next, so that nobody waits for
     it: when it is looked at, the round that it was sent behind has been read.
     """
 
-    def __init__(self, most: int, group: mx.distributed.Group, file: Path | None = None):
-        self._first = group.rank() == 0
-        super().__init__(most, file=file if self._first else None)
-        self._group = group
-        self._sent: mx.array | None = None
+    def __init__(self, length: FixedLength, group: mx.distributed.Group):
+        """length: what chooses in the first process; it is not asked in the others, which don't know its `reason`."""
+        super().__init__(length.most)
+        self.length, self.done = length, False
+        self._first, self._group, self._sent = group.rank() == 0, group, None
 
     @property
     def reason(self) -> str | None:
-        """See `Widths`; None in the other processes, which don't know."""
-        return super().reason if self._first else None
+        """See `FixedLength`; None in the other processes."""
+        return self.length.reason if self._first else None
 
     def choose(self) -> int:
-        """See `Widths.choose`."""
-        width = super().choose() if self._first else 0
-        sent, self._sent = self._sent, from_first(self._group, mx.array(width))
-        mx.async_eval(self._sent)
-        return (self._sent if sent is None else sent).item()
-
-    def observed(self, width: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
-        """See `Widths.observed`."""
+        """See `FixedLength.choose`; plain rounds once a `Measurement` is done in the first process."""
+        n = 0
         if self._first:
-            super().observed(width, accepted, seconds, others)
+            n = -1 if getattr(self.length, "done", False) else self.length.choose()
+        sent, self._sent = self._sent, from_first(self._group, mx.array(n))
+        mx.async_eval(self._sent)
+        found = (self._sent if sent is None else sent).item()
+        self.done = found < 0
+        return max(found, 0)
+
+    def observed(self, n: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
+        """See `FixedLength.observed`."""
+        if self._first:
+            self.length.observed(n, accepted, seconds, others)
