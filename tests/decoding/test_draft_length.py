@@ -749,9 +749,8 @@ def test_a_batch_measures_as_many_lanes_as_it_will_have_before_it_begins(tmp_pat
         found = batch_generate(model, tokenizer, prompts, max_tokens=30, max_lanes=3, calibrate=calibrate)
         assert found.texts == want
         said = capsys.readouterr().err
-        assert ("DSpark on this machine, 4 requests together" in said) == calibrate and said.count("\n") == calibrate
+        assert ("DSpark on this machine, 4 requests together" in said) == calibrate
     assert Curve.load(choose_length(model, model.draft_model, "auto", "4 lanes").file).seconds
-    assert not Curve.load(choose_length(model, model.draft_model, "auto").file).seconds
 
 
 def test_requests_that_take_turns_draft_all_that_there_is_and_say_so(tmp_path):
