@@ -223,8 +223,8 @@ def test_a_writer_killed_at_any_call_leaves_the_old_file_or_the_new_one(versions
         if status == 0:
             break
         assert os.WTERMSIG(status) == signal.SIGKILL
-    # open, 5 writes, fsync, rename; then the directory's open and fsync: the new file is there.
-    assert seen == ["1"] * 8 + ["2"] * 3
+    # open, 6 writes, fsync, rename; then the directory's open and fsync: the new file is there.
+    assert seen == ["1"] * 9 + ["2"] * 3
     write_atomically(file, versions[0])
     assert [path.name for path in tmp_path.iterdir()] == ["prompts"]
 

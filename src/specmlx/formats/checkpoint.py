@@ -145,7 +145,8 @@ def safetensors(arrays: dict[str, mx.array], metadata: dict[str, str]) -> Iterat
     for name, x in sorted(arrays.items()):
         header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [end, end + x.nbytes]}
         end += x.nbytes
-    yield header_bytes(header)
+    first = header_bytes(header)
+    yield from (first[:8], first[8:])
     for _, x in sorted(arrays.items()):
         if x.size:
             # As bytes, since Python's buffers know no bfloat16.
