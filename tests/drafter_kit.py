@@ -11,6 +11,7 @@ from rig import tokens
 
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
+from specmlx.drafters.proposal import DraftPolicy
 
 GOLDENS = Path(__file__).parent / "goldens" / "drafters"
 VOCAB, HIDDEN, MASK, WINDOW = 96, 64, 90, 12
@@ -32,7 +33,7 @@ class StandInTarget:
         return self.lm_head
 
 
-class Greedy:
+class Greedy(DraftPolicy):
     """Takes the largest logit, slot by slot, and keeps the logits that it was shown."""
 
     greedy = False

@@ -12,7 +12,7 @@ from rig import tiny
 
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.sampling import make_sampler
-from specmlx.drafters.markov import MarkovHead
+from specmlx.drafters.dspark import MarkovHead
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.settings import FREQUENCIES, DraftSettings, default_quantization

@@ -9,8 +9,9 @@ from drafter_kit import HIDDEN, MASK, VOCAB, WINDOW, Greedy, golden_drafter
 from mlx.utils import tree_flatten, tree_unflatten
 
 from specmlx.drafters.block import BlockTrunk
+from specmlx.drafters.block_drafter import SLACK
 from specmlx.drafters.config import DrafterConfig
-from specmlx.drafters.context import SLACK
+from specmlx.drafters.proposal import DraftPolicy
 
 F = 2 * HIDDEN
 KINDS = ["dflash_sliding", "dflash_sliding_bidirectional", "dflash_full", "dflash2_sliding", "dspark"]
@@ -75,7 +76,7 @@ def test_a_narrow_proposal_is_the_beginning_of_a_wide_one(case):
         narrow = drafter.propose(context, anchors(5), width, Greedy()).tokens
         assert narrow.dtype == mx.int32
         assert narrow.tolist() == wide[:, :width].tolist()
-    with pytest.raises(ValueError, match=r"width 8 is outside 0\.\.7"):
+    with pytest.raises(ValueError, match="num_draft_tokens is 8: this drafter proposes 0 to 7"):
         drafter.propose(context, anchors(5), 8, Greedy())
 
 
@@ -86,7 +87,7 @@ def test_dsparks_logits_are_the_heads_plus_the_bias_of_the_token_drawn_before():
     drawn = [11, 70, 3, 3, 50, 95, 1]
     shown = []
 
-    class Scripted:
+    class Scripted(DraftPolicy):
         greedy = False
 
         def draft(self, logits, slot):
@@ -194,8 +195,8 @@ def test_long_conversations_are_proposed_for_as_from_scratch_in_bounded_memory(c
         mx.eval(hidden, context.arrays())
         if i % 8 == 0 or seen % 256 < 12:
             assert close(hidden, from_scratch(drafter, rows[:, :seen], anchors(i % VOCAB), start)), seen
-        assert context.position.tolist() == [start + seen]
         for group in context.groups:
+            assert (group.base + group.length).tolist() == [start + seen]
             if group.window:
                 assert group.max_length <= limit
                 assert all(kv.capacity <= limit + 256 for kv in group.kvs.values())
@@ -297,7 +298,7 @@ def test_rows_of_the_last_pass_that_do_not_stay_are_forgotten(case):
         context.settle(8)
     alone = drafter.new_context()
     observe(drafter, alone, rows[:, :320])
-    assert context.position.tolist() == [320]
+    assert (context.groups[0].base + context.groups[0].length).tolist() == [320]
     assert close(logits(drafter, context, anchors(5)), logits(drafter, alone, anchors(5)), 1e-4)
 
 
@@ -326,9 +327,9 @@ def test_nothing_is_evaluated_while_a_round_is_built():
 @pytest.mark.parametrize("count", [-1, 9])
 def test_observing_what_is_not_there_is_refused(count):
     drafter = golden_drafter("dflash_full")
-    with pytest.raises(ValueError, match=f"can't observe {count} rows: features have 8"):
+    with pytest.raises(ValueError, match=f"can't observe {count} rows: there are 8"):
         observe(drafter, drafter.new_context(), features(8), count)
-    with pytest.raises(ValueError, match="features are 64 wide: 2 taps of this drafter make 128"):
+    with pytest.raises(ValueError, match="features are 64 wide: this drafter's are 128, the outputs of layers"):
         observe(drafter, drafter.new_context(), features(8)[..., :HIDDEN])
 
 

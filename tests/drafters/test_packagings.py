@@ -13,8 +13,8 @@ from drafter_kit import (
 )
 from packaging_kit import DSPARK, lfm2, nvfp4, own_weights, packed
 
+from specmlx.drafters.block import Rotary
 from specmlx.drafters.checkpoint import load_drafter
-from specmlx.drafters.rope import Rotary
 from specmlx.formats.rope import rope_parameters
 
 

@@ -14,8 +14,8 @@ from mlx_lm.utils import save_config, save_model
 from rig import SMALL, TINY, tiny, tokens
 
 from specmlx.cli import main
+from specmlx.drafters.block import Rotary
 from specmlx.drafters.config import DrafterConfig
-from specmlx.drafters.rope import Rotary
 from specmlx.formats.rope import rotary_dims
 from specmlx.generation.context_limits import context_limit
 from specmlx.targets.attention import Attention

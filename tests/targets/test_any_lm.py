@@ -33,10 +33,10 @@ from specmlx.cache.conversation import Conversation
 from specmlx.cache.mlx_lm import CacheStates
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.stats import Stats
+from specmlx.drafters.base import logits_of
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.pairing import check_pair
-from specmlx.drafters.vocabulary import logits_of
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.from_mlx_lm import as_target
 from specmlx.targets.hybrid import Model

@@ -1,17 +1,41 @@
 """The trunk that DFlash and DSpark share: a block of rows attends to the target's taps and to itself."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.drafters.config import DrafterConfig
-from specmlx.drafters.rope import Rotary
+from specmlx.formats.rope import attention_factor, periods
 from specmlx.kernels.linear import added, products
 from specmlx.kernels.mlp import GatedMLP
 
 # How the keys and values `[B, H, R, D]` of a block's own rows meet those of the context.
 Join = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
+
+
+class Rotary:
+    """Turns rows to absolute positions: NeoX halves or interleaved pairs.
+
+    `factor` is what YaRN multiplies cos and sin by, else 1: the caller applies it.
+    """
+
+    def __init__(self, dims: int, rope: dict[str, Any], interleaved: bool = False):
+        self.dims = dims
+        self.interleaved = interleaved
+        self.factor = attention_factor(rope)
+        self._periods = periods(rope, dims)
+
+    def __call__(self, x: mx.array, positions: mx.array) -> mx.array:
+        """x `[B, T, H, D]` turned to `positions` `[B, T]` int32."""
+        B, T, H, D = x.shape
+        # Every row is a sequence of its own, so that it has an offset of its own; nothing is copied for that.
+        rows, offset, freqs = x.reshape(B * T, H, 1, D), positions.reshape(-1), self._periods
+        pairs = self.interleaved
+        rows = mx.fast.rope(rows, self.dims, traditional=pairs, base=None, scale=1.0, offset=offset, freqs=freqs)
+        return rows.reshape(B, T, H, D)
 
 
 class Attention(nn.Module):
@@ -52,28 +76,25 @@ class Attention(nn.Module):
         """Rows `[B, R, hidden]`, plus `residual`."""
         B, R, _ = x.shape
         queries, *projected = products(x, self.q_proj, *self._sources())
-        queries, gate = self._gate(queries)
+        if self.gated:
+            # Head by head, queries and the gates beside them.
+            queries, gate = mx.split(queries.reshape(B, R, -1, 2 * self.head_dim), 2, axis=-1)
         queries = self.q_norm(queries.reshape(B, R, -1, self.head_dim))
         queries = self.rope(queries, positions).transpose(0, 2, 1, 3)
         keys, values = join(*self._keys_values(projected, positions))
         o = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=self.scale, mask=mask)
         o = o.transpose(0, 2, 1, 3).reshape(B, R, -1)
-        return added(residual, self.o_proj, o if gate is None else o * mx.sigmoid(gate))
-
-    def _gate(self, queries: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Queries and the gates `[B, R, H * D]` beside them, head by head, if there are any."""
-        if not self.gated:
-            return queries, None
-        B, R, _ = queries.shape
-        queries, gate = mx.split(queries.reshape(B, R, -1, 2 * self.head_dim), 2, axis=-1)
-        return queries, gate.reshape(B, R, -1)
+        return added(residual, self.o_proj, o * mx.sigmoid(gate.reshape(B, R, -1)) if self.gated else o)
 
 
 class Layer(nn.Module):
+    attention: type[Attention] = Attention
+    mlp_kind: type[nn.Module] = GatedMLP
+
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.self_attn = self.attention(config)
+        self.mlp = self.mlp_kind(config.hidden_size, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -85,7 +106,7 @@ class Layer(nn.Module):
 class BlockTrunk(nn.Module):
     """A drafter's own weights, by the publishers' names (arXiv 2602.06036). Norms are plain: w, not 1 + w."""
 
-    def __init__(self, config: DrafterConfig, layer: Callable[[DrafterConfig], Layer] = Layer):
+    def __init__(self, config: DrafterConfig, layer: type[Layer] = Layer):
         super().__init__()
         self.config = config
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
@@ -104,24 +125,6 @@ class BlockTrunk(nn.Module):
     def project(self, features: mx.array) -> mx.array:
         """Taps `[B, S, F]` to context rows `[B, S, hidden]`: position-wise, so once per row."""
         return self.hidden_norm(self.fc(features.astype(self.dtype)))
-
-    def visible(self, window: int | None, queries: mx.array, keys: mx.array) -> mx.array | None:
-        """Which keys a layer with this window lets a query see, by absolute positions `[B, R]` and `[B, S]`.
-
-        `[B, 1, R, S]` boolean, or None where it hides nothing. A query at p sees c iff p - c < window (each
-        query by its own position), and c <= p if causal.
-        """
-        causal = self.config.causal(window)
-        distance = queries[:, None, :, None] - keys[:, None, None, :]
-        if window is None:
-            return distance >= 0 if causal else None
-        return (distance < window) & (distance >= 0 if causal else -distance < window)
-
-    def run(self, x: mx.array, positions: mx.array, joins: Sequence[Join], masks: Sequence[mx.array]) -> mx.array:
-        """Block rows `[B, R, hidden]` at `positions` `[B, R]` through all layers and the final norm."""
-        for layer, join, mask in zip(self.layers, joins, masks, strict=True):
-            x = layer(x, positions, join, mask)
-        return self.norm(x)
 
     def hidden(
         self,
@@ -142,24 +145,35 @@ class BlockTrunk(nn.Module):
             block rows. What each layer's window and causality hide is taken out here.
         grad_checkpoint: gradients run each layer again instead of keeping what it computed.
         """
-        context = self.project(context_features)
-        keys_positions = mx.concatenate([context_positions, block_positions], axis=1)
+        positions = mx.concatenate([context_positions, block_positions], axis=1)
+        masks = {
+            window: visible(mask, window, self.config.causal(window), block_positions, positions)
+            for window in set(self.config.windows)
+        }
 
-        masks = {window: self.visible(window, block_positions, keys_positions) for window in set(self.config.windows)}
-        masks = {window: mask if seen is None else mask & seen for window, seen in masks.items()}
+        def run(layer: Layer, mask: mx.array, x: mx.array, context: mx.array) -> mx.array:
+            before = layer.self_attn.keys_values(context, context_positions)
 
-        def step(layer: Layer, mask: mx.array) -> Callable[[mx.array, mx.array], mx.array]:
-            def run(x: mx.array, context: mx.array) -> mx.array:
-                keys, values = layer.self_attn.keys_values(context, context_positions)
+            def join(*own: mx.array) -> list[mx.array]:
+                return [mx.concatenate(parts, axis=2) for parts in zip(before, own, strict=True)]
 
-                def join(k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
-                    return mx.concatenate([keys, k], axis=2), mx.concatenate([values, v], axis=2)
+            return layer(x, block_positions, join, mask)
 
-                return layer(x, block_positions, join, mask)
-
-            return nn.utils.checkpoint(layer, run) if grad_checkpoint else run
-
-        x = block_embeddings.astype(self.dtype)
+        x, context = block_embeddings.astype(self.dtype), self.project(context_features)
         for layer, window in zip(self.layers, self.config.windows, strict=True):
-            x = step(layer, masks[window])(x, context)
+            step = partial(run, layer, masks[window])
+            x = (nn.utils.checkpoint(layer, step) if grad_checkpoint else step)(x, context)
         return self.norm(x)
+
+
+def visible(mask: mx.array, window: int | None, causal: bool, queries: mx.array, keys: mx.array) -> mx.array:
+    """What is left of a mask `[B, 1, R, S]` in a layer, by the absolute positions `[B, R]` and `[B, S]`.
+
+    A query at p sees c iff p - c < window (each query by its own position), and c <= p if causal.
+    """
+    if window is None and not causal:
+        return mask
+    distance = queries[:, None, :, None] - keys[:, None, None, :]
+    if window is None:
+        return mask & (distance >= 0)
+    return mask & (distance < window) & (distance >= 0 if causal else -distance < window)

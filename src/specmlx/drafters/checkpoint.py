@@ -5,9 +5,10 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from specmlx.drafters.base import Target
 from specmlx.drafters.block import BlockTrunk
-from specmlx.drafters.block_drafter import BlockDrafter, Target
-from specmlx.drafters.config import DFLASH2, DSPARK, QWEN35, DrafterConfig
+from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, QWEN35, DrafterConfig
 from specmlx.drafters.dflash import DFlash
 from specmlx.drafters.dflash2 import DFlash2, DFlash2Trunk
 from specmlx.drafters.dspark import DSpark, DSparkTrunk
@@ -15,17 +16,13 @@ from specmlx.drafters.mtp import MTP
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.drafters.vocabulary import DraftVocabulary, published_vocabulary
-from specmlx.drafters.weights import check_names, quantize_as_stored
+from specmlx.drafters.weights import load_weights
 from specmlx.formats.checkpoint import read_config, read_weights, tensors_of
-from specmlx.formats.module_weights import column_major
 from specmlx.formats.scaled import is_scaled, read_scaled
-from specmlx.formats.scaled_linear import place
-from specmlx.targets.checkpoint import cast, check_sizes
+from specmlx.targets.checkpoint import check_sizes
 
-PREFIX = "model."
-# Early SpecForge's files.
-LOGIT_HEAD = "logit_head."
-SHARED = ("embed_tokens.", "lm_head.")
+# The latter in early SpecForge's files.
+PREFIXES = ("model.", "logit_head.")
 TABLES = {"own_embedding": "embed_tokens", "own_head": "lm_head"}
 # Bare in files, modules with a weight in z-lab's memory.
 CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
@@ -47,52 +44,39 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
         raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
     check_sizes(config, tensors_of(path), path)
     parsed = DrafterConfig.from_dict(config)
-    weights = {_renamed(name): weight for name, weight in read_weights(path).items()}
+    weights = {}
+    for name, weight in read_weights(path).items():
+        for prefix in PREFIXES:
+            name = name.removeprefix(prefix)
+        stem = name.removesuffix(".weight")
+        weights[stem if stem in CODEBOOKS else name] = weight
     if is_scaled(weights):
         weights = read_scaled(weights, config)
-    weights = {name: weight for name, weight in weights.items() if not _is_copy(name, weight, parsed)}
+    if parsed.frozen_copies:
+        weights = {name: weight for name, weight in weights.items() if not _is_copy(name, weight, parsed)}
     if parsed.family == QWEN35:
         # Cast first: 1 + w has fewer digits than w.
-        norms = {name: w.astype(dtype or w.dtype) + 1 for name, w in weights.items() if name.endswith("norm.weight")}
-        weights |= norms
+        weights |= {name: w.astype(dtype or w.dtype) + 1 for name, w in weights.items() if name.endswith("norm.weight")}
     vocabulary = _vocabulary(weights, parsed, path)
-    parsed = replace(parsed, **{field: _has(weights, table) for field, table in TABLES.items()})
+    modules = {name.split(".")[0] for name in weights}
+    parsed = replace(parsed, **{field: table in modules for field, table in TABLES.items()})
     if parsed.enable_confidence_head is None:
-        parsed = replace(parsed, enable_confidence_head=_has(weights, "confidence_head"))
+        parsed = replace(parsed, enable_confidence_head="confidence_head" in modules)
     drafter = build(parsed, target, vocabulary)
-    place(drafter.model, weights)
-    quantize_as_stored(drafter.model, weights)
-    check_names(drafter.model, weights, path)
-    drafter.model.load_weights(list(weights.items()))
-    if dtype is not None:
-        cast(drafter.model, dtype)
-    if mx.default_device() == mx.cpu:
-        column_major(drafter.model)
-    mx.eval(drafter.model.parameters())
+    load_weights(drafter.model, weights, path, dtype)
     return drafter
 
 
 def build(config: DrafterConfig, target: Target, vocabulary: DraftVocabulary | None = None) -> BlockDrafter:
     """A drafter with random weights, as training begins with."""
-    if config.kind == DSPARK:
-        return DSpark(DSparkTrunk(config), target, vocabulary)
-    if config.kind == DFLASH2:
-        return DFlash2(DFlash2Trunk(config), target, vocabulary)
-    return DFlash(BlockTrunk(config), target, vocabulary)
-
-
-def _renamed(name: str) -> str:
-    name = name.removeprefix(PREFIX).removeprefix(LOGIT_HEAD)
-    stem = name.removesuffix(".weight")
-    return stem if stem in CODEBOOKS else name
-
-
-def _has(weights: dict[str, mx.array], module: str) -> bool:
-    return any(name.startswith(f"{module}.") for name in weights)
+    kinds = {DSPARK: (DSpark, DSparkTrunk), DFLASH2: (DFlash2, DFlash2Trunk), DFLASH: (DFlash, BlockTrunk)}
+    drafter, trunk = kinds[config.kind]
+    return drafter(trunk(config), target, vocabulary)
 
 
 def _is_copy(name: str, weight: mx.array, config: DrafterConfig) -> bool:
-    if not config.frozen_copies or not name.startswith(SHARED):
+    """Whether it is a part of a copy of the target's table. Raises ValueError for one of another size."""
+    if not name.startswith(tuple(f"{table}." for table in TABLES.values())):
         return False
     expected = (config.vocab_size, config.hidden_size)
     # A quantized copy has as many rows, but narrower ones.
@@ -113,7 +97,7 @@ def _vocabulary(weights: dict[str, mx.array], config: DrafterConfig, path: Path)
     if d2t.shape != (config.draft_vocab_size,) or (t2d is not None and t2d.shape != (config.vocab_size,)):
         shapes = f"d2t {list(d2t.shape)}" + ("" if t2d is None else f" and t2d {list(t2d.shape)}")
         raise ValueError(f"{what} but {shapes}")
-    if not _has(weights, "lm_head"):
+    if not any(name.startswith("lm_head.") for name in weights):
         raise ValueError(f"{what} but no lm_head of its own")
     try:
         return published_vocabulary(d2t, t2d, config.vocab_size)

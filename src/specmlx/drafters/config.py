@@ -1,10 +1,10 @@
 """What a drafter's config.json says, whichever publisher wrote it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from specmlx.drafters.packaging import GEMMA4_DSPARK, SELECTOR, gemma4_words, unpacked
-from specmlx.formats.config import MOST, read, shown
+from specmlx.formats.config import MOST, read, read_field, shown
 from specmlx.formats.rope import max_positions, rope_parameters, rotary_dims
 
 DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
@@ -18,6 +18,11 @@ DSPARK_NAMES = (["Qwen3DSparkModel"], QWEN35_DSPARK, GEMMA4_DSPARK, ["DSparkDraf
 QUANTIZATIONS = ("modelopt", "compressed-tensors", "fp8", "nvfp4")
 MOST_LAYERS = 1_000
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# Fields that are read as they are, and the ranges of some.
+_READ = ("mask_token_id", "rms_norm_eps", "num_target_layers", "rope_is_neox_style", "attention_bias", "quantization")
+_READ += ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_READ += ("markov_head_type", "confidence_head_with_markov")
+_RANGES = {"rms_norm_eps": {"above": 0}, "num_target_layers": {"above": 0}, "final_logit_softcapping": {"least": 0}}
 
 
 @dataclass(frozen=True)
@@ -104,59 +109,52 @@ class DrafterConfig:
     def from_dict(cls, config: dict[str, Any]) -> "DrafterConfig":
         """Read a config.json. Raises ValueError, one line, for what is incomplete or not supported."""
         config = gemma4_words(unpacked(config))
-        kind = kind_of(config)
-        # Publishers use either place.
-        nested = _nested(config)
+        kind, names = kind_of(config), config.get("architectures")
+        family = QWEN35 if names == QWEN35_DSPARK else GEMMA4 if names == GEMMA4_DSPARK else QWEN3
+        nested = read(config, "dflash_config", dict, {}) or read(config, "dspark_config", dict, {})
         both = config | {name: value for name, value in nested.items() if value is not None}
-        _refuse_variations(both)
-        sizes = {name: _size(both, name) for name in SIZES}
-        heads, layers, vocab = (sizes[name] for name in ("num_attention_heads", "num_hidden_layers", "vocab_size"))
-        kv_heads = _size(both, "num_key_value_heads", heads)
-        if heads % kv_heads:
+        _refuse_variations(both, family)
+        sizes = SIZES + {DFLASH2: SELECTOR, DSPARK: ("markov_rank",)}.get(kind, ())
+        found = {name: _size(both, name) for name in sizes}
+        hidden, _, layers, heads, vocab, *_ = found.values()
+        defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "draft_vocab_size": vocab}
+        found |= {name: _size(both, name, default) for name, default in defaults.items()}
+        if heads % (kv_heads := found["num_key_value_heads"]):
             raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
-        depth = read(both, "num_target_layers", int, None, above=0)
+        if kind == DFLASH2 and hidden % (group := found["conv_group_size"]):
+            raise ValueError(f"conv_group_size is {group}: it must divide hidden_size {hidden}")
+        if kind == DFLASH2 and (k := found["selector_top_k"]) > vocab:
+            raise ValueError(f"selector_top_k is {k}: the vocabulary has {vocab}")
         block = _size(both, "block_size", *(() if kind == DSPARK else (DEFAULT_BLOCK,)))
         anchored = read(both, "sample_from_anchor", bool, kind == DSPARK)
         if not anchored and block < 2:
             raise ValueError(f"block_size {block} is too small: it proposes block_size - 1 tokens")
-        rope, family = rope_parameters(config), _family(config)
-        head_dim = _size(both, "head_dim", sizes["hidden_size"] // heads)
+        by_name = {each.name: each for each in fields(cls)}
+        found |= {name: read_field(both, by_name[name], **_RANGES.get(name, {})) for name in _READ}
+        found |= {name: float(found[name]) for name in ("input_embedding_scale", "output_multiplier")}
+        if (head := found["markov_head_type"]) not in MARKOV_HEADS:
+            raise ValueError(f"markov_head_type is {shown(head)}: specmlx knows {', '.join(MARKOV_HEADS)}")
+        rope, head_dim = rope_parameters(config), found["head_dim"]
         # Only Qwen 3.5's own kind turns a part of a head: copies of its target's config say it too.
         dims = rotary_dims(rope, head_dim) if family == QWEN35 else head_dim
         return cls(
+            **found | {"final_logit_softcapping": found["final_logit_softcapping"] or None},
             kind=kind,
-            **sizes,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
+            family=family,
             block_size=block,
-            mask_token_id=read(both, "mask_token_id", int),
-            target_layer_ids=_taps(both, kind, depth, layers),
+            target_layer_ids=_taps(both, kind, found["num_target_layers"], layers),
             windows=_windows(config, layers),
             rope_theta=float(rope["rope_theta"]),
             sample_from_anchor=anchored,
-            rms_norm_eps=read(config, "rms_norm_eps", float, 1e-6, above=0),
-            num_target_layers=depth,
             is_causal=read(config, "is_causal", bool, read(nested, "causal", bool, None)),
             rope_scaling=rope,
             max_position_embeddings=max_positions(config),
-            frozen_copies=config.get("architectures") in (["Qwen3DSparkModel"], GEMMA4_DSPARK),
-            family=family,
+            frozen_copies=names in (["Qwen3DSparkModel"], GEMMA4_DSPARK),
             gated_attention=family == QWEN35 and read(both, "enable_qwen35_gated_q_proj", bool, False),
             rope_dims=None if dims == head_dim else dims,
             attention_k_eq_v=family == GEMMA4 and read(config, "attention_k_eq_v", bool, False),
-            rope_is_neox_style=read(both, "rope_is_neox_style", bool, True),
-            draft_vocab_size=_size(both, "draft_vocab_size", vocab),
-            attention_bias=read(config, "attention_bias", bool, False),
-            input_embedding_scale=float(read(both, "input_embedding_scale", float, 1.0)),
-            output_multiplier=float(read(both, "output_multiplier", float, 1.0)),
-            final_logit_softcapping=read(both, "final_logit_softcapping", float, None, least=0) or None,
-            **(_selector(both, sizes) if kind == DFLASH2 else {}),
-            markov_rank=_size(both, "markov_rank") if kind == DSPARK else 0,
-            markov_head_type=_markov(both),
             confidence_temperatures=_temperatures(both, block if anchored else block - 1),
             enable_confidence_head=read(both, "enable_confidence_head", bool, None) if kind == DSPARK else False,
-            confidence_head_with_markov=read(both, "confidence_head_with_markov", bool, True),
-            quantization=read(config, "quantization", dict, None),
         )
 
 
@@ -203,10 +201,6 @@ def default_taps(num_target_layers: int, count: int) -> list[int]:
     return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
 
 
-def _nested(config: dict[str, Any]) -> dict[str, Any]:
-    return read(config, "dflash_config", dict, {}) or read(config, "dspark_config", dict, {})
-
-
 def _size(config: dict[str, Any], name: str, *default: int) -> int:
     return read(config, name, int, *default, above=0, most=MOST_LAYERS if name == "num_hidden_layers" else MOST)
 
@@ -218,23 +212,6 @@ def _taps(config: dict[str, Any], kind: str, depth: int | None, layers: int) -> 
     return tuple(taps)
 
 
-def _selector(config: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
-    """The sizes of DFlash 2's convolutions and candidate selector."""
-    found = {name: _size(config, name) for name in SELECTOR}
-    group, hidden = found["conv_group_size"], sizes["hidden_size"]
-    if hidden % group:
-        raise ValueError(f"conv_group_size is {group}: it must divide hidden_size {hidden}")
-    if (k := found["selector_top_k"]) > (vocab := sizes["vocab_size"]):
-        raise ValueError(f"selector_top_k is {k}: the vocabulary has {vocab}")
-    return found
-
-
-def _markov(config: dict[str, Any]) -> str:
-    if (head := read(config, "markov_head_type", str, "vanilla")) not in MARKOV_HEADS:
-        raise ValueError(f"markov_head_type is {shown(head)}: specmlx knows {', '.join(MARKOV_HEADS)}")
-    return head
-
-
 def _temperatures(config: dict[str, Any], slots: int) -> tuple[float, ...] | None:
     """Each slot's confidence temperature, if the head was calibrated."""
     if (values := read(config, "confidence_temperatures", [float], None, above=0)) is None:
@@ -242,11 +219,6 @@ def _temperatures(config: dict[str, Any], slots: int) -> tuple[float, ...] | Non
     if len(values) < slots:
         raise ValueError(f"confidence_temperatures has {len(values)} numbers: there are {slots} slots")
     return tuple(map(float, values[:slots]))
-
-
-def _family(config: dict[str, Any]) -> str:
-    names = config.get("architectures")
-    return QWEN35 if names == QWEN35_DSPARK else GEMMA4 if names == GEMMA4_DSPARK else QWEN3
 
 
 def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
@@ -265,7 +237,7 @@ def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in types)
 
 
-def _refuse_variations(config: dict[str, Any]) -> None:
+def _refuse_variations(config: dict[str, Any], family: str) -> None:
     # Maths that we don't compute must not be passed over: the text would stay right, only acceptance falls.
     scale, act = read(config, "attention_value_scale", float, 1), read(config, "hidden_act", str, "silu")
     other = {} if "quantization" in config else read(config, "quantization_config", dict, {})
@@ -274,8 +246,7 @@ def _refuse_variations(config: dict[str, Any]) -> None:
         "attention_sink_bias": config.get("attention_sink_bias"),
         f"attention_value_scale {scale}": scale != 1,
         "dflash_config.use_swa": config.get("use_swa"),
-        "gated attention (enable_qwen35_gated_q_proj)": _family(config) != QWEN35
-        and config.get("enable_qwen35_gated_q_proj"),
+        "gated attention (enable_qwen35_gated_q_proj)": family != QWEN35 and config.get("enable_qwen35_gated_q_proj"),
         "log_snr_conditioning": config.get("log_snr_conditioning"),
         f"hidden_act {shown(act)}": act != "silu",
         f"quantization_config {shown(method)}": other and method.lower() not in QUANTIZATIONS,

@@ -1,33 +1,54 @@
-"""What a block drafter remembers of one conversation (or of B lanes): the context rows' keys and values."""
+"""What drafters remember of B sequences: rows in buffers, of which each sequence has a number of its own."""
 
 from collections.abc import Sequence
+from copy import copy
 
 import mlx.core as mx
 
-from specmlx.cache.kv import KV, merge, take
-
-# Rows beyond two windows and blocks that a sliding layer may pile up before the old ones are dropped.
-SLACK = 256
+from specmlx.cache.kv import KV, merge, reserve, take, write
 
 
 class Rows:
-    """The rows of all layers that share a window.
+    """The keys and values of layers that see the same rows; a subclass may add arrays `[B, ...]` of its own.
 
-    Row j of lane b's buffers stands at the absolute position base[b] + j; rows from length[b] on are stale,
-    finite, and masked. `max_length` is what the host knows of the lengths: no lane has more rows. `before` holds both
-    as they were when the newest rows were appended. No block looks at more than the last `keep` rows.
+    Row j of sequence b stands at the absolute position base[b] + j; rows from length[b] on are stale, finite, and
+    masked. `max_length` is what the host knows of the lengths: no sequence has more rows. `start` and `max_start` are
+    both as they were when the newest rows were appended. No proposal reads more than the last `keep` rows (None: all).
     """
 
-    def __init__(self, layers: Sequence[int], window: int | None, batch: int, start: int, most: int | None = None):
-        self.layers = tuple(layers)
-        self.window = window
-        keeps = [n for n in (window and window - 1, most) if n is not None]
-        self.keep = min(keeps) if keeps else None
+    def __init__(
+        self,
+        batch: int,
+        layers: Sequence[int] = (),
+        window: int | None = None,
+        keep: int | None = None,
+        start: int = 0,
+    ):
+        self.layers, self.window, self.keep = layers, window, keep
         self.base = mx.full((batch,), start, dtype=mx.int32)
-        self.length = mx.zeros((batch,), dtype=mx.int32)
-        self.max_length = 0
-        self.before = (self.length, self.max_length)
-        self.kvs: dict[int, KV | None] = dict.fromkeys(layers)
+        self.length = self.start = mx.zeros((batch,), dtype=mx.int32)
+        self.max_length = self.max_start = 0
+        self.kvs: dict[int, KV] = {}
+
+    def write(self, layer: int, keys: mx.array, values: mx.array) -> KV:
+        """Put a layer's keys and values `[B, H, T, D]` behind its rows, where the next ones overwrite them.
+
+        Returns all rows, with these. They stay if `append` counts them.
+        """
+        new, length = KV(keys, values), self.max_length + keys.shape[2]
+        # Kept, so that nothing else refers to the old buffers and mlx writes in place.
+        kv = self.kvs[layer] = write(reserve(self.kvs.get(layer), length, new), new, self.length)
+        return KV(kv.keys[:, :, :length], kv.values[:, :, :length])
+
+    def append(self, count: int | mx.array, most: int) -> None:
+        """Count the first `count` rows (int, or int32 `[B]`) of those just written, no more than `most`."""
+        self.start, self.max_start = self.length, self.max_length
+        self.length, self.max_length = self.length + count, self.max_length + most
+
+    def settle(self, count: int | Sequence[int]) -> None:
+        """See `drafters.proposal.Context`."""
+        self.length = self.start + mx.array(count, dtype=mx.int32)
+        self.max_length = self.max_start + (count if isinstance(count, int) else max(count))
 
     def advance(self, skip: int) -> None:
         """Forget all rows, and leave out the next `skip` as well: those after them fill the window."""
@@ -36,87 +57,92 @@ class Rows:
         self.max_length = 0
 
     def drop(self, keep: int) -> None:
-        """Keep each lane's newest `keep` rows: the others lie before every window that is still to come."""
+        """Keep each sequence's newest `keep` rows: the others lie before every window that is still to come."""
         keep = min(keep, self.max_length)
         dropped = mx.maximum(self.length - keep, 0)
         rows = (dropped[:, None] + mx.arange(keep, dtype=mx.int32))[:, None, :, None]
         for i, kv in self.kvs.items():
-            self.kvs[i] = KV(*(mx.take_along_axis(buffer, rows, axis=2) for buffer in kv))
-        self.base = self.base + dropped
-        self.length = self.length - dropped
-        self.max_length = keep
-
-
-class Context:
-    """All that a block drafter keeps of a request: one `Rows` per window, none of more than `most` rows."""
-
-    def __init__(self, windows: Sequence[int | None], batch: int = 1, start: int = 0, most: int | None = None):
-        self.windows, self.batch, self.most = tuple(windows), batch, most
-        self.groups = [
-            Rows([i for i, w in enumerate(windows) if w == window], window, batch, start, most)
-            for window in dict.fromkeys(windows)
-        ]
-
-    @property
-    def position(self) -> mx.array:
-        """The anchor's absolute position, `[B]` int32: rows observed plus where the context started."""
-        rows = self.groups[0]
-        return rows.base + rows.length
-
-    def settle(self, count: int | Sequence[int]) -> None:
-        """See `drafters.proposal.Context`."""
-        added = count if isinstance(count, int) else mx.array(count, dtype=mx.int32)
-        most = count if isinstance(count, int) else max(count)
-        for rows in self.groups:
-            length, max_length = rows.before
-            rows.length, rows.max_length = length + added, max_length + most
+            self.kvs[i] = kv.mapped(lambda buffer: mx.take_along_axis(buffer, rows, axis=2))
+        self.base, self.length, self.max_length = self.base + dropped, self.length - dropped, keep
 
     def arrays(self) -> list[mx.array]:
-        """Everything to evaluate for the context to stand on its own, as after a prefill step."""
-        buffers = [x for rows in self.groups for kv in rows.kvs.values() if kv is not None for x in kv]
-        return [x for rows in self.groups for x in (rows.base, rows.length)] + buffers
+        return [getattr(self, name) for name in self._own()] + [x for kv in self.kvs.values() for x in kv]
 
-    def joined(self, others: "Sequence[Context]") -> "Context":
+    def joined(self, others: "Sequence[Rows]") -> "Rows":
         """See `drafters.proposal.Joinable`."""
-        contexts = [self, *others]
-        joined = Context(self.windows, sum(context.batch for context in contexts), most=self.most)
-        for rows, parts in zip(joined.groups, zip(*(c.groups for c in contexts), strict=True), strict=True):
-            rows.base = mx.concatenate([part.base for part in parts])
-            rows.length = mx.concatenate([part.length for part in parts])
-            rows.max_length = max(part.max_length for part in parts)
-            rows.before = (rows.length, rows.max_length)
-            for i in rows.layers:
-                rows.kvs[i] = merge([(part.kvs[i], len(part.base)) for part in parts])
+        parts, joined = [self, *others], copy(self)
+        for name in self._own():
+            setattr(joined, name, _stacked([getattr(part, name) for part in parts]))
+        joined.max_length = max(part.max_length for part in parts)
+        joined.max_start = max(part.max_start for part in parts)
+        layers = {i for part in parts for i in part.kvs}
+        joined.kvs = {i: merge([(part.kvs.get(i), len(part.length)) for part in parts]) for i in sorted(layers)}
         return joined
 
-    def lanes(self, indices: Sequence[int]) -> "Context":
-        at = mx.array(indices, dtype=mx.int32)
-        some = Context(self.windows, len(indices), most=self.most)
-        for rows, mine in zip(some.groups, self.groups, strict=True):
-            rows.base, rows.length, rows.max_length = mine.base[at], mine.length[at], mine.max_length
-            rows.before = (rows.length, rows.max_length)
-            rows.kvs = {i: None if kv is None else take(kv, at) for i, kv in mine.kvs.items()}
+    def lanes(self, indices: Sequence[int]) -> "Rows":
+        at, some = mx.array(indices, dtype=mx.int32), copy(self)
+        for name in self._own():
+            setattr(some, name, getattr(self, name)[at])
+        some.kvs = {i: take(kv, at) for i, kv in self.kvs.items()}
         return some
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
-        """One lane's newest rows, as many as a window can still see, in buffers of their own; see `Packable`."""
-        packed = {}
-        for rows in self.groups:
-            length = rows.length[lane].item()
-            keep = length if rows.keep is None else min(length, rows.keep)
-            key = str(rows.layers[0])
-            packed[f"{key}.base"] = rows.base[lane : lane + 1] + (length - keep)
-            packed[f"{key}.length"] = mx.array([keep], dtype=mx.int32)
-            for i, kv in rows.kvs.items():
-                if kv is not None and keep:
-                    parts = (mx.contiguous(x[lane : lane + 1, :, length - keep : length]) for x in kv)
-                    packed |= dict(zip((f"{i}.keys", f"{i}.values"), parts, strict=True))
+        """One sequence's newest rows, as many as a proposal may read, in buffers of their own; see `Packable`."""
+        length, key = self.length[lane].item(), self.layers[0]
+        keep = length if self.keep is None else min(length, self.keep)
+        packed = {f"{key}.base": self.base[lane : lane + 1] + (length - keep)}
+        packed[f"{key}.length"] = mx.array([keep], dtype=mx.int32)
+        for i, kv in self.kvs.items() if keep else ():
+            for name, x in zip(("keys", "values"), kv, strict=True):
+                packed[f"{i}.{name}"] = mx.contiguous(x[lane : lane + 1, :, length - keep : length])
         return packed
 
     def unpack(self, packed: dict[str, mx.array]) -> None:
+        key = self.layers[0]
+        self.base = packed.get(f"{key}.base", self.base)
+        self.length = self.start = packed[f"{key}.length"]
+        self.max_length = self.max_start = self.length.item()
+        layers = self.layers if self.max_length else ()
+        self.kvs = {i: KV(packed[f"{i}.keys"], packed[f"{i}.values"]) for i in layers}
+
+    def _own(self) -> list[str]:
+        """The names of what each sequence has beside keys and values."""
+        return [name for name, value in vars(self).items() if isinstance(value, mx.array)]
+
+
+def _stacked(parts: Sequence[mx.array]) -> mx.array:
+    """Arrays `[b, ...]` behind one another, with zeros where a part is smaller in another axis."""
+    shape = [max(sizes) for sizes in zip(*(x.shape[1:] for x in parts), strict=True)]
+    widths = [[(0, 0), *((0, most - n) for most, n in zip(shape, x.shape[1:], strict=True))] for x in parts]
+    return mx.concatenate([mx.pad(x, width) for x, width in zip(parts, widths, strict=True)])
+
+
+class Context:
+    """All that a block drafter keeps of B sequences: the `Rows` of each window's layers."""
+
+    def __init__(self, groups: Sequence[Rows]):
+        self.groups = list(groups)
+
+    def settle(self, count: int | Sequence[int]) -> None:
+        """See `drafters.proposal.Context`."""
         for rows in self.groups:
-            key = str(rows.layers[0])
-            rows.base, rows.length = packed[f"{key}.base"], packed[f"{key}.length"]
-            rows.max_length = rows.length.item()
-            for i in rows.layers:
-                rows.kvs[i] = KV(packed[f"{i}.keys"], packed[f"{i}.values"]) if rows.max_length else None
+            rows.settle(count)
+
+    def arrays(self) -> list[mx.array]:
+        return [x for rows in self.groups for x in rows.arrays()]
+
+    def joined(self, others: "Sequence[Context]") -> "Context":
+        """See `drafters.proposal.Joinable`."""
+        parts = zip(self.groups, *(other.groups for other in others), strict=True)
+        return Context([rows.joined(same) for rows, *same in parts])
+
+    def lanes(self, indices: Sequence[int]) -> "Context":
+        return Context([rows.lanes(indices) for rows in self.groups])
+
+    def pack(self, lane: int = 0) -> dict[str, mx.array]:
+        """See `Packable`."""
+        return {name: x for rows in self.groups for name, x in rows.pack(lane).items()}
+
+    def unpack(self, packed: dict[str, mx.array]) -> None:
+        for rows in self.groups:
+            rows.unpack(packed)

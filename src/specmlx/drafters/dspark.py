@@ -3,15 +3,80 @@
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.drafters.base import Drawn, one_by_one
 from specmlx.drafters.block import BlockTrunk, Layer
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import GEMMA4, DrafterConfig
 from specmlx.drafters.context import Context
 from specmlx.drafters.gemma4 import Gemma4Layer
-from specmlx.drafters.markov import ConfidenceHead, MarkovHead
-from specmlx.drafters.proposal import DraftPolicy, Drawing, Draws, Proposal, among, draft_among
+from specmlx.drafters.proposal import DraftPolicy, Proposal, among
 from specmlx.drafters.vocabulary import dense_rows, take_rows
 from specmlx.kernels.draft_head import chain, top_k, walk
+
+
+class MarkovHead(nn.Module):
+    """A low-rank bias on a slot's logits by the token before it, W2 of a latent `[..., r]` (arXiv 2607.05147).
+
+    vanilla: the latent is W1[x]. gated: sigmoid(gate [h; W1[x]]) W1[x]. rnn: [g, c, o] = joint [s; W1[x]; h], the next
+    slot's state is sigmoid(g) s + (1 - sigmoid(g)) tanh(c), and the latent is tanh(o); a block begins with s = 0.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.kind = config.markov_head_type
+        r, D = config.markov_rank, config.hidden_size
+        self.markov_w1 = nn.Embedding(config.vocab_size, r)
+        self.markov_w2 = nn.Linear(r, config.draft_vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(D + r, r)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * r + D, 3 * r)
+
+    def step(self, state: mx.array | None, previous: mx.array, hidden: mx.array) -> tuple[mx.array | None, mx.array]:
+        """The state after a slot, and its latent `[..., r]`, from the token before it `[...]` and its row `[..., D]`.
+
+        `state` is None at a block's first slot, and for heads that have none.
+        """
+        x = self.markov_w1(previous)
+        if self.kind == "vanilla":
+            return None, x
+        hidden = hidden.astype(x.dtype)
+        if self.kind == "gated":
+            return None, mx.sigmoid(self.gate_proj(mx.concatenate([hidden, x], axis=-1))) * x
+        state = mx.zeros_like(x) if state is None else state
+        gate, candidate, output = mx.split(self.joint_proj(mx.concatenate([state, x, hidden], axis=-1)), 3, axis=-1)
+        gate = mx.sigmoid(gate)
+        return gate * state + (1 - gate) * mx.tanh(candidate), mx.tanh(output)
+
+    @property
+    def chained(self) -> bool:
+        """Whether W1's and W2's rows are a token's latent and bias: neither gated nor quantized."""
+        dense = type(self.markov_w1) is nn.Embedding and type(self.markov_w2) is nn.Linear
+        return dense and self.kind == "vanilla"
+
+    def block(self, previous: mx.array, hidden: mx.array) -> mx.array:
+        """Biases `[..., S, Vd]` of a whole block whose tokens before are known, `[..., S]`; rows `[..., S, D]`."""
+        if self.kind != "rnn":
+            return self.markov_w2(self.step(None, previous, hidden)[1])
+        state, latents = None, []
+        for slot in range(previous.shape[-1]):
+            state, latent = self.step(state, previous[..., slot], hidden[..., slot, :])
+            latents.append(latent)
+        return self.markov_w2(mx.stack(latents, axis=-2))
+
+
+class ConfidenceHead(nn.Module):
+    """How likely the target is to accept a slot's token, judged before that token is known."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.with_markov = config.confidence_head_with_markov
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if self.with_markov else 0), 1)
+
+    def __call__(self, hidden: mx.array, markov: mx.array) -> mx.array:
+        """Logits `[...]` float32 from slots' rows `[..., hidden]` and w1 of the tokens before them."""
+        x = mx.concatenate([hidden, markov.astype(hidden.dtype)], axis=-1) if self.with_markov else hidden
+        return self.proj(x).squeeze(-1).astype(mx.float32)
 
 
 class DSparkTrunk(BlockTrunk):
@@ -25,7 +90,10 @@ class DSparkTrunk(BlockTrunk):
 
 
 class DSpark(BlockDrafter):
-    """DSpark (arXiv 2607.05147): row k of the block proposes the token after its position; γ = block."""
+    """DSpark (arXiv 2607.05147): row k of the block proposes the token after its position; γ = block.
+
+    Slot k's logits are head(h_k) plus the Markov head's bias of the token before it.
+    """
 
     model: DSparkTrunk
     markov_top_k: int | None = None
@@ -33,75 +101,56 @@ class DSpark(BlockDrafter):
 
     def keep_rows(self, rows: mx.array) -> None:
         """Keep these rows of the head, and of the Markov head, which is added to it."""
+        super().keep_rows(rows)
         self.model.markov_head.markov_w2 = take_rows(self.model.markov_head.markov_w2, rows)
 
-    def propose(self, context: Context, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
-        """See `Drafter.propose`. Slot k's logits are head(h_k) plus the Markov head's bias of the token before it."""
-        self.check_width(width)
-        if width == 0:
-            return Proposal(mx.zeros((anchor.shape[0], 0), dtype=mx.int32))
-        hidden = self.slots_hidden(context, anchor, width)
-        base, head = self.logits(hidden), self.model.markov_head
-        draws = policy.draws(len(anchor), width, self.vocab_size) if isinstance(policy, Drawing) else None
-        if draws is not None and self._rows_as_they_are():
-            if self.markov_top_k is None:
-                return self._chained(hidden, base, anchor, draws)
-            if self.vocabulary is None:
-                return self._walked(hidden, base, anchor, draws)
+    def _propose(self, context: Context, anchor: mx.array, slots: int, policy: DraftPolicy) -> Proposal:
+        hidden = self.slots_hidden(context, anchor, slots)
+        head, reduced = self.model.markov_head, None if self.vocabulary is None else self.vocabulary.ids
+        unary, rows = self.logits(hidden), None
         if self.markov_top_k is not None:
-            return self._among_candidates(hidden, base, anchor, policy)
-        state, previous, tokens, qs = None, anchor.astype(mx.int32)[:, None], [], []
-        for slot in range(width):
-            at = slice(slot, slot + 1)
-            state, latent = head.step(state, previous, hidden[:, at])
-            previous, q = policy.draft(self.widen(base[:, at] + head.markov_w2(latent)), slot)
-            tokens.append(previous)
-            qs.append(q)
-        q = None if qs[0] is None else mx.concatenate(qs, axis=1)
-        return self._proposal(hidden, anchor, mx.concatenate(tokens, axis=1), q)
-
-    def _rows_as_they_are(self) -> bool:
-        """Whether W1's and W2's rows are a token's latent and bias: neither gated nor quantized."""
-        head = self.model.markov_head
-        dense = type(head.markov_w1) is nn.Embedding and type(head.markov_w2) is nn.Linear
-        return dense and head.kind == "vanilla"
-
-    def _chained(self, hidden: mx.array, base: mx.array, anchor: mx.array, draws: Draws) -> Proposal:
-        """All slots by one operator."""
-        head, ids = self.model.markov_head, None if self.vocabulary is None else self.vocabulary.ids
-        noise = draws.noise if ids is None else draws.at(ids)
-        w1, w2 = head.markov_w1.weight, head.markov_w2.weight
-        tokens, biased = chain(base, w1, w2, anchor, noise, draws.scale, ids, keep_logits=draws.sampled)
-        return self._proposal(hidden, anchor, tokens, draws.q(self.widen(biased)) if draws.sampled else None)
-
-    def _walked(self, hidden: mx.array, base: mx.array, anchor: mx.array, draws: Draws) -> Proposal:
-        """All slots by one operator, each among its best tokens before the bias."""
-        head, (unary, ids) = self.model.markov_head, top_k(base, self.markov_top_k)
-        w1, w2 = head.markov_w1.weight, head.markov_w2.weight
-        tokens, scores = walk(unary, ids, w1, w2, anchor, None, draws.at(ids), draws.scale)
-        q = draws.q(among(scores, ids, self.vocab_size)) if draws.sampled else None
-        return self._proposal(hidden, anchor, tokens, q)
-
-    def _among_candidates(self, hidden: mx.array, base: mx.array, anchor: mx.array, policy: DraftPolicy) -> Proposal:
-        """The same with the rows of W2 gathered that belong to each slot's best tokens before the bias."""
-        head, vocabulary = self.model.markov_head, self.vocabulary
-        unary, rows = top_k(base, self.markov_top_k)
-        ids = rows if vocabulary is None else vocabulary.ids[rows]
-        state, previous, tokens, qs = None, anchor.astype(mx.int32)[:, None], [], []
-        for slot in range(base.shape[1]):
-            at = slice(slot, slot + 1)
-            state, latent = head.step(state, previous, hidden[:, at])
-            w2 = dense_rows(head.markov_w2, rows[:, at]).astype(mx.float32)
-            scores = unary[:, at] + (w2 @ latent.astype(mx.float32)[..., None])[..., 0]
-            previous, q = draft_among(policy, scores, ids[:, at], slot, self.vocab_size)
-            tokens.append(previous)
-            qs.append(q)
-        q = None if qs[0] is None else mx.concatenate(qs, axis=1)
-        return self._proposal(hidden, anchor, mx.concatenate(tokens, axis=1), q)
-
-    def _proposal(self, hidden: mx.array, anchor: mx.array, tokens: mx.array, q: mx.array | None) -> Proposal:
+            unary, rows = top_k(unary, self.markov_top_k)
+        ids = rows if rows is None or reduced is None else reduced[rows]
+        draws = policy.draws(len(anchor), slots, self.vocab_size) if head.chained and rows is ids else None
+        if draws is None:
+            tokens, q = self._one_by_one(hidden, anchor, policy, unary, rows, ids)
+        else:
+            # All slots by one operator.
+            w1, w2, scale = head.markov_w1.weight, head.markov_w2.weight, draws.scale
+            if rows is None:
+                noise = draws.noise if reduced is None else draws.at(reduced)
+                tokens, biased = chain(unary, w1, w2, anchor, noise, scale, reduced, keep_logits=draws.sampled)
+            else:
+                tokens, biased = walk(unary, ids, w1, w2, anchor, None, draws.at(ids), scale)
+            q = None
+            if draws.sampled:
+                q = draws.q(self.widen(biased) if rows is None else among(biased, ids, self.vocab_size))
         previous = mx.concatenate([anchor[:, None].astype(mx.int32), tokens[:, :-1]], axis=1)
         return Proposal(tokens, q, self._confidence(hidden, previous))
+
+    def _one_by_one(
+        self,
+        hidden: mx.array,
+        anchor: mx.array,
+        policy: DraftPolicy,
+        unary: mx.array,
+        rows: mx.array | None,
+        ids: mx.array | None,
+    ) -> Drawn:
+        """Tokens by the logits `[B, S, Vd]`, or those `[B, S, K]` of the head's `rows`, whose tokens are `ids`."""
+        head, state = self.model.markov_head, None
+
+        def draw(slot: int, previous: mx.array) -> Drawn:
+            nonlocal state
+            at = slice(slot, slot + 1)
+            state, latent = head.step(state, previous, hidden[:, at])
+            if rows is None:
+                return policy.draft(self.widen(unary[:, at] + head.markov_w2(latent)), slot)
+            w2 = dense_rows(head.markov_w2, rows[:, at]).astype(mx.float32)
+            scores = unary[:, at] + (w2 @ latent.astype(mx.float32)[..., None])[..., 0]
+            return policy.draft_among(scores, ids[:, at], slot, self.vocab_size)
+
+        return one_by_one(anchor, hidden.shape[1], draw)
 
     def _confidence(self, hidden: mx.array, previous: mx.array) -> mx.array | None:
         if not self.config.enable_confidence_head:

@@ -2,8 +2,9 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.gemma3_text import MLP
 
-from specmlx.drafters.block import Attention, Join
+from specmlx.drafters.block import Attention, Join, Layer
 from specmlx.drafters.config import DrafterConfig
 from specmlx.kernels.linear import products
 
@@ -21,31 +22,21 @@ class Gemma4Attention(Attention):
         return keys, mx.fast.rms_norm(values, None, self.eps)
 
 
-class Gemma4MLP(nn.Module):
-    def __init__(self, config: DrafterConfig):
-        super().__init__()
-        D, hidden = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(D, hidden, bias=False)
-        self.up_proj = nn.Linear(D, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, D, bias=False)
-
+class Gemma4MLP(MLP):
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = products(x, self.gate_proj, self.up_proj)
         return self.down_proj(nn.gelu_approx(gate) * up)
 
 
-class Gemma4Layer(nn.Module):
+class Gemma4Layer(Layer):
     """Norms before and after each half, and a scale of the whole."""
 
+    attention, mlp_kind = Gemma4Attention, Gemma4MLP
+
     def __init__(self, config: DrafterConfig):
-        super().__init__()
-        D, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Gemma4Attention(config)
-        self.mlp = Gemma4MLP(config)
-        self.input_layernorm = nn.RMSNorm(D, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(D, eps=eps)
-        self.pre_feedforward_layernorm = nn.RMSNorm(D, eps=eps)
-        self.post_feedforward_layernorm = nn.RMSNorm(D, eps=eps)
+        super().__init__(config)
+        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layer_scalar = mx.ones((1,))
 
     def __call__(self, x: mx.array, positions: mx.array, join: Join, mask: mx.array) -> mx.array:

@@ -7,24 +7,22 @@ from typing import Any
 
 import mlx.core as mx
 
-from specmlx.drafters.mtp import MTP, MTPHead, NormedTarget
-from specmlx.drafters.mtp_norms import RunningTarget, settle_norms
+from specmlx.drafters.mtp import MTP, MTPHead
+from specmlx.drafters.mtp_norms import settle_norms
 from specmlx.drafters.pairing import is_split_mtp, mtp_reasons
-from specmlx.drafters.weights import check_names, quantize_as_stored
+from specmlx.drafters.weights import finish, load_weights
 from specmlx.formats.checkpoint import read_config, read_weights, shards_of
-from specmlx.formats.module_weights import column_major
 from specmlx.formats.scaled import is_scaled, read_scaled
-from specmlx.formats.scaled_linear import place
-from specmlx.targets.checkpoint import cast
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.gguf import fill, gguf_files, has_head, head_weights, read_parts
 from specmlx.targets.gguf_config import config_of
+from specmlx.targets.hybrid import Model
 from specmlx.targets.weights import stacked_experts
 
 _PREFIX = re.compile(r"(?:model\.|language_model\.)*mtp\.")
 
 
-def load_mtp(path: str | Path, target: RunningTarget, dtype: mx.Dtype | None = None) -> MTP:
+def load_mtp(path: str | Path, target: Model, dtype: mx.Dtype | None = None) -> MTP:
     """The MTP head in a directory or a GGUF file, paired with its target; `dtype` casts its floating-point weights.
 
     Published files hold norms as w - 1. Converted ones hold w, w - 1, or both, and no file says so but ours: norms are
@@ -32,11 +30,20 @@ def load_mtp(path: str | Path, target: RunningTarget, dtype: mx.Dtype | None = N
     directory without a head, a head that doesn't fit, and missing, extra or misshapen tensors.
     """
     path = Path(path)
-    if files := gguf_files(path):
-        return _load_gguf(files, target, dtype)
-    config = read_config(path)
+    files = gguf_files(path)
+    parts = read_parts(files) if files else []
+    config = config_of(parts) if files else read_config(path)
+    if files and not has_head(parts):
+        raise ValueError(f"{files[0]} has no MTP head (no nextn.* tensors): take a file that was converted with it")
     if reasons := mtp_reasons(config, target.config):
-        raise ValueError(f"the MTP head in {path} can't serve this target: {'; '.join(reasons)}")
+        raise ValueError(f"the MTP head in {files[0] if files else path} can't serve this target: {'; '.join(reasons)}")
+    if files:
+        # Its norms are w: llama.cpp's converter writes them so.
+        head = MTPHead(HybridConfig.from_dict(config))
+        fill(head, head_weights(parts, config, head))
+        head.set_dtype(mx.float32)
+        finish(head, dtype)
+        return MTP(head, target)
     weights = read_weights(path)
     named = {_PREFIX.sub("", name, count=1): w for name, w in weights.items() if _PREFIX.match(name)}
     if not named and not is_split_mtp(config):
@@ -74,7 +81,7 @@ def _norms(path: Path, weights: dict[str, mx.array], whole: bool) -> tuple[set[s
 def build_mtp(
     weights: dict[str, mx.array],
     config: dict[str, Any],
-    target: NormedTarget,
+    target: Model,
     where: Path,
     dtype: mx.Dtype | None = None,
 ) -> MTP:
@@ -84,33 +91,6 @@ def build_mtp(
     """
     if is_scaled(weights):
         weights = read_scaled(weights, config)
-    weights = stacked_experts(weights)
     head = MTPHead(HybridConfig.from_dict(config))
-    place(head, weights)
-    quantize_as_stored(head, weights)
-    check_names(head, weights, where)
-    head.load_weights(list(weights.items()))
-    return _paired(head, target, dtype)
-
-
-def _load_gguf(files: list[Path], target: NormedTarget, dtype: mx.Dtype | None) -> MTP:
-    """The head of `nextn.*` blocks, whose norms llama.cpp's converter writes as w."""
-    parts = read_parts(files)
-    config = config_of(parts)
-    if not has_head(parts):
-        raise ValueError(f"{files[0]} has no MTP head (no nextn.* tensors): take a file that was converted with it")
-    if reasons := mtp_reasons(config, target.config):
-        raise ValueError(f"the MTP head in {files[0]} can't serve this target: {'; '.join(reasons)}")
-    head = MTPHead(HybridConfig.from_dict(config))
-    fill(head, head_weights(parts, config, head))
-    head.set_dtype(mx.float32)
-    return _paired(head, target, dtype)
-
-
-def _paired(head: MTPHead, target: NormedTarget, dtype: mx.Dtype | None) -> MTP:
-    if dtype is not None:
-        cast(head, dtype)
-    if mx.default_device() == mx.cpu:
-        column_major(head)
-    mx.eval(head.parameters())
+    load_weights(head, stacked_experts(weights), where, dtype)
     return MTP(head, target)

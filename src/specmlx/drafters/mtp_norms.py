@@ -3,13 +3,12 @@
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from specmlx.cache.layers import LayerStates, Pass
-from specmlx.drafters.mtp import MTP, NormedTarget
+from specmlx.drafters.mtp import MTP
+from specmlx.targets.hybrid import Model
 
 TOKENS = 64
 # In the form that the models with such heads are trained on.
@@ -22,17 +21,7 @@ _SCALES = (0.125, 0.25, 0.5, 1.0)
 _LEAST = 0.125
 
 
-class RunningTarget(NormedTarget, Protocol):
-    """A target that can be asked for text."""
-
-    directory: Path | None
-
-    def new_states(self, batch: int = 1) -> LayerStates: ...
-
-    def verify(self, states: LayerStates, rows: mx.array, tap_ids: Sequence[int] = ()) -> Pass: ...
-
-
-def settle_norms(drafter: MTP, target: RunningTarget, doubtful: Iterable[str]) -> str:
+def settle_norms(drafter: MTP, target: Model, doubtful: Iterable[str]) -> str:
     """Add 1 to those of the head's `doubtful` norms with which it guesses the target's greedy text best.
 
     Returns in one line what was chosen; nothing is where the head guesses hardly a token either way.
@@ -74,7 +63,7 @@ def _apply(drafter: MTP, stored: dict[str, mx.array], raised: frozenset[str]) ->
     drafter.model.load_weights(norms, strict=False)
 
 
-def _greedy(target: RunningTarget, tap_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
+def _greedy(target: Model, tap_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
     """Ids `[1, n + TOKENS]` of a prompt of n and the target's answer, and the last layer's rows of all but the last."""
     states, rows, features = target.new_states(), mx.array([_prompt(target)], dtype=mx.int32), []
     ids = [rows]
@@ -90,7 +79,7 @@ def _greedy(target: RunningTarget, tap_ids: Sequence[int]) -> tuple[mx.array, mx
     return mx.concatenate(ids, axis=1), mx.concatenate(features, axis=1)
 
 
-def _prompt(target: RunningTarget) -> list[int]:
+def _prompt(target: Model) -> list[int]:
     from tokenizers import Tokenizer
 
     try:

@@ -1,6 +1,6 @@
 """Which drafter fits which target, told before any weight is read."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from specmlx.drafters.config import DrafterConfig, is_language_model
@@ -10,13 +10,6 @@ from specmlx.formats.config import read, text_of
 class TargetSizes(Protocol):
     """What a target's config must say to be paired."""
 
-    hidden_size: int
-    num_hidden_layers: int
-    vocab_size: int
-
-
-@dataclass(frozen=True)
-class _Sizes:
     hidden_size: int
     num_hidden_layers: int
     vocab_size: int
@@ -35,7 +28,7 @@ def check_pair(
     if isinstance(target_config, dict):
         try:
             text = text_of(target_config)
-            target_config = _Sizes(*(read(text, name, int, above=0) for name in SIZES))
+            target_config = SimpleNamespace(**{name: read(text, name, int, above=0) for name in SIZES})
         except ValueError as error:
             return [f"the target: {error}"]
     try:
@@ -48,20 +41,20 @@ def check_pair(
     except ValueError as error:
         return [str(error)]
     layers, vocab = target_config.num_hidden_layers, target_config.vocab_size
-    reasons = []
-    if config.hidden_size != target_config.hidden_size:
-        reasons.append(f"hidden size: the drafter's is {config.hidden_size}, the target's {target_config.hidden_size}")
-    if config.num_target_layers not in (None, layers):
-        reasons.append(f"layers: the drafter wants a target of {config.num_target_layers}, this one has {layers}")
+    hidden, mask = target_config.hidden_size, config.mask_token_id
     # The last layer's output is never a tap: Hugging Face's hidden_states end with it normed, so nobody
     # trains on it.
-    if outside := [tap for tap in config.target_layer_ids if not 0 <= tap < layers - 1]:
-        reasons.append(f"taps: the drafter taps layers {outside}, the target's can be 0 to {layers - 2} (of {layers})")
-    if config.vocab_size != vocab:
-        reasons.append(f"vocabulary: the drafter's is {config.vocab_size}, the target's {vocab}")
-    if not 0 <= config.mask_token_id < vocab:
-        reasons.append(f"mask token: the drafter's id is {config.mask_token_id}, the target's vocabulary {vocab}")
-    return reasons
+    outside = [tap for tap in config.target_layer_ids if not 0 <= tap < layers - 1]
+    reasons = {
+        f"hidden size: the drafter's is {config.hidden_size}, the target's {hidden}": config.hidden_size != hidden,
+        f"layers: the drafter wants a target of {config.num_target_layers}, this one has {layers}": (
+            config.num_target_layers not in (None, layers)
+        ),
+        f"taps: the drafter taps layers {outside}, the target's can be 0 to {layers - 2} (of {layers})": outside,
+        f"vocabulary: the drafter's is {config.vocab_size}, the target's {vocab}": config.vocab_size != vocab,
+        f"mask token: the drafter's id is {mask}, the target's vocabulary {vocab}": not 0 <= mask < vocab,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def is_split_mtp(config: dict[str, Any]) -> bool:
@@ -69,7 +62,7 @@ def is_split_mtp(config: dict[str, Any]) -> bool:
     return config.get("model_type") == "qwen3_5_mtp"
 
 
-def lm_reasons(config: dict[str, Any]) -> list[str]:
+def lm_reasons(config: dict[str, Any]) -> list[Reason]:
     """Why a language model can't be a drafter, from its config.json; if its tokens are the target's is not asked."""
     text = text_of(config)
     if "linear_attention" in read(text, "layer_types", [str], []) or "linear_num_value_heads" in text:
@@ -77,15 +70,14 @@ def lm_reasons(config: dict[str, Any]) -> list[str]:
     return []
 
 
-def mtp_reasons(config: dict[str, Any], target_config: TargetSizes) -> list[str]:
+def mtp_reasons(config: dict[str, Any], target_config: TargetSizes) -> list[Reason]:
     """Why the MTP head that a config.json (the target's or a split repository's) describes can't serve a target."""
     text = text_of(config)
-    sizes = {
-        "hidden size": (read(text, "hidden_size", int, None), target_config.hidden_size),
-        "layers": (read(text, "num_hidden_layers", int, None), target_config.num_hidden_layers),
-        "vocabulary": (read(text, "vocab_size", int, None), target_config.vocab_size),
+    pairs = {
+        what: (read(text, name, int, None), getattr(target_config, name))
+        for what, name in zip(("hidden size", "layers", "vocabulary"), SIZES, strict=True)
     }
-    reasons = [f"{what}: the MTP head's target has {a}, this one {b}" for what, (a, b) in sizes.items() if a != b]
+    reasons = [f"{what}: the MTP head's target has {a}, this one {b}" for what, (a, b) in pairs.items() if a != b]
     if (layers := read(text, "mtp_num_hidden_layers", int, 1)) != 1:
         reasons.append(f"mtp_num_hidden_layers is {layers}: specmlx runs heads of one layer")
     if read(text, "mtp_use_dedicated_embeddings", bool, False):

@@ -14,30 +14,12 @@ class Proposal:
     tokens: `[B, γ]` int32.
     q: `[B, γ, V]` float32, the distribution that each token was sampled from, given the ones before it; None
         where nothing was sampled (greedy, coupled): a point mass.
-    confidence: `[B, γ]` float32, the drafter's own estimate of acceptance, slot by slot; None where it has
-        none.
+    confidence: `[B, γ]` float32, the drafter's own estimate of acceptance by slot; None where it has none.
     """
 
     tokens: mx.array
     q: mx.array | None = None
     confidence: mx.array | None = None
-
-
-class DraftPolicy(Protocol):
-    """How a drafter turns its logits into tokens; `decoding.policy` has the implementations.
-
-    greedy: whether `draft` is the argmax of the logits and nothing else. Then a drafter whose slots depend on one
-        another may choose the whole path itself.
-    """
-
-    greedy: bool
-
-    def draft(self, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
-        """Logits `[B, S, V]` of the slots `slot`..`slot + S - 1` (slot 0 is the first token after the
-        anchor).
-
-        Returns tokens `[B, S]` int32 and q `[B, S, V]` float32, or None for q.
-        """
 
 
 @dataclass(frozen=True)
@@ -57,20 +39,9 @@ class Draws:
             return None
         return mx.take_along_axis(self.noise, ids, axis=-1) if ids.ndim > 1 else self.noise[..., ids]
 
-    def q(self, logits: mx.array) -> mx.array | None:
+    def q(self, logits: mx.array) -> mx.array:
         """What was sampled from, `[B, S, V]` float32, by the logits that were drawn from."""
-        return mx.softmax(logits.astype(mx.float32) * self.scale, axis=-1) if self.sampled else None
-
-
-@runtime_checkable
-class Drawing(Protocol):
-    """A DraftPolicy that lets a drafter whose slots depend on one another draw them in fewer steps."""
-
-    def draws(self, lanes: int, slots: int, vocab: int) -> Draws | None:
-        """How the first slots are drawn; None where more is done to the logits than that."""
-
-    def draft_among(self, scores: mx.array, ids: mx.array, slot: int, vocab: int) -> tuple[mx.array, mx.array | None]:
-        """As `draft`, for logits that are `scores` at `ids`, both `[B, S, K]`, and -inf elsewhere."""
+        return mx.softmax(logits.astype(mx.float32) * self.scale, axis=-1)
 
 
 def among(scores: mx.array, ids: mx.array, vocab: int, elsewhere: float = -mx.inf) -> mx.array:
@@ -79,13 +50,27 @@ def among(scores: mx.array, ids: mx.array, vocab: int, elsewhere: float = -mx.in
     return mx.put_along_axis(everywhere, ids, scores, axis=-1)
 
 
-def draft_among(
-    policy: DraftPolicy, scores: mx.array, ids: mx.array, slot: int, vocab: int
-) -> tuple[mx.array, mx.array | None]:
-    """`Drawing.draft_among` of any policy."""
-    if isinstance(policy, Drawing):
-        return policy.draft_among(scores, ids, slot, vocab)
-    return policy.draft(among(scores, ids, vocab), slot)
+class DraftPolicy(Protocol):
+    """How a drafter turns its logits into tokens; `decoding.policy` has the implementations.
+
+    greedy: whether `draft` is the argmax of the logits and nothing else. Then a drafter whose slots depend on one
+        another may choose the whole path itself.
+    """
+
+    greedy: bool
+
+    def draft(self, logits: mx.array, slot: int) -> tuple[mx.array, mx.array | None]:
+        """Tokens `[B, S]` int32, and q `[B, S, V]` float32 or None, by logits `[B, S, V]`.
+
+        They are of the slots `slot`..`slot + S - 1`; slot 0 is the first token after the anchor.
+        """
+
+    def draws(self, lanes: int, slots: int, vocab: int) -> Draws | None:
+        """How the first slots are drawn in fewer steps; None where more is done to the logits than that."""
+
+    def draft_among(self, scores: mx.array, ids: mx.array, slot: int, vocab: int) -> tuple[mx.array, mx.array | None]:
+        """As `draft`, for logits that are `scores` at `ids`, both `[B, S, K]`, and -inf elsewhere."""
+        return self.draft(among(scores, ids, vocab), slot)
 
 
 class Context(Protocol):
@@ -95,7 +80,7 @@ class Context(Protocol):
         """Everything to evaluate for the context to stand on its own, in another thread or many rounds on."""
 
     def settle(self, count: int | Sequence[int]) -> None:
-        """Say how many rows (per lane, if lanes differ) of the last `observe` stay; the others are forgotten.
+        """Keep `count` rows (by sequence, if they differ) of the last `observe`, and forget the others.
 
         For a count that was unread at the time, and is known now, or has become less. May be repeated. Lazy.
         """
@@ -106,21 +91,21 @@ class Packable(Protocol):
     """A context that snapshots of a conversation keep."""
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
-        """One lane's rows that a later proposal may look at, as arrays that stand on their own."""
+        """One sequence's rows that a later proposal may read, as arrays that stand on their own."""
 
     def unpack(self, packed: dict[str, mx.array]) -> None:
-        """Become, from an empty context of one lane, what `pack` was given; the arrays are never written to."""
+        """Become, from an empty context of one sequence, what `pack` was given; the arrays are never written to."""
 
 
 @runtime_checkable
 class Joinable(Protocol):
-    """A context that holds several lanes, which may come and go."""
+    """A context that holds several sequences, which may come and go."""
 
     def joined(self, others: "Sequence[Joinable]") -> "Joinable":
-        """A context of all lanes, these first."""
+        """A context of all sequences, these first."""
 
     def lanes(self, indices: Sequence[int]) -> "Joinable":
-        """A context of some lanes, copied."""
+        """A context of some sequences, copied."""
 
 
 @runtime_checkable
@@ -132,18 +117,16 @@ class Fingerprinted(Protocol):
 
 @runtime_checkable
 class Windowed(Protocol):
-    """A drafter that looks at no more than the last `window` rows before its anchor (None: at all)."""
+    """A drafter that reads no more than the last `window` rows before its anchor (None: all)."""
 
     window: int | None
 
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Guesses tokens from the target's tapped layers. It holds weights only: a request's state is its
-    context.
+    """Guesses tokens from the target's tapped layers. It holds weights only: a request's state is its context.
 
-    tap_ids: 0-based layers of the target whose output (the residual stream after the layer) is tapped, in
-        order.
+    tap_ids: 0-based layers of the target whose output (the residual stream after the layer) is tapped, in order.
     max_width: the most tokens that one proposal has.
     """
 
@@ -153,8 +136,8 @@ class Drafter(Protocol):
     def new_context(self, batch: int = 1, start: int = 0) -> Context:
         """An empty context; `start` is the absolute position of the first row that it will observe."""
 
-    def propose(self, context: Context, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
-        """`width` tokens after the anchor `[B]` int32, which stands right after the rows observed. Lazy."""
+    def propose(self, context: Context, anchor: mx.array, num_draft_tokens: int, policy: DraftPolicy) -> Proposal:
+        """`num_draft_tokens` after the anchor `[B]` int32, which stands right after the rows observed. Lazy."""
 
     def observe(self, context: Context, tokens: mx.array, features: mx.array, count: int | mx.array) -> None:
         """Take rows that the target has processed: tokens `[B, n]` int32 and their taps `[B, n, F]`. Lazy.

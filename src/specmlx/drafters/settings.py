@@ -12,7 +12,6 @@ from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.small_lm import SmallLM
-from specmlx.drafters.vocabulary import shorten
 from specmlx.formats.header import read_json
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
 from specmlx.kernels.dispatch import on_metal
@@ -79,7 +78,7 @@ class DraftSettings:
         if self.draft_markov_top_k is not None:
             drafter.markov_top_k = min(self.draft_markov_top_k, drafter.config.draft_vocab_size)
         if ids is not None:
-            shorten(drafter, ids)
+            drafter.shorten(ids)
         if isinstance(drafter, BlockDrafter | MTP | SmallLM):
             self._quantize(drafter.model)
 

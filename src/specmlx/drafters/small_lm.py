@@ -10,14 +10,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from specmlx.cache.mlx_lm import in_order
+from specmlx.drafters.base import MAX_WIDTH, BaseDrafter, Drawn, one_by_one
 from specmlx.drafters.pairing import lm_reasons
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.formats.checkpoint import read_config
 from specmlx.formats.header import read_small
 from specmlx.targets.checkpoint import load_target
 
-MAX_WIDTH = 7
-"""γ: every drafted token is a pass over the small model."""
 _CHUNK = 512
 # Rows that are taken back at once, at most: drafts that were rejected, and rows of a round that was dropped.
 _SPARE = 64
@@ -59,14 +58,12 @@ class LMContext:
         return drafts + [x for cache in self.caches if not cache.empty() for x in cache.state if x is not None]
 
 
-class SmallLM:
+class SmallLM(BaseDrafter):
     """A language model paired with a target of the same tokens. One conversation at a time.
 
     Its caches' lengths are the host's, so observing waits for counts that are still on the device: with lookahead, the
     next round is issued once this one is done.
     """
-
-    tap_ids: tuple[int, ...] = ()
 
     def __init__(self, model: nn.Module, vocab_size: int, max_width: int = MAX_WIDTH):
         """`vocab_size` is the target's. Raises ValueError for a model whose caches can't be trimmed."""
@@ -77,39 +74,34 @@ class SmallLM:
         self.max_width = max_width
 
     def new_context(self, batch: int = 1, start: int = 0) -> LMContext:
-        """See `Drafter.new_context`. Raises ValueError for more than one lane."""
+        """See `Drafter.new_context`. Raises ValueError for more than one sequence."""
         if batch != 1:
             raise ValueError(f"a language model drafts for one conversation at a time, not {batch}")
         return LMContext(self.model)
 
     def observe(self, context: LMContext, tokens: mx.array, features: mx.array | None, count: int | mx.array) -> None:
-        """See `Drafter.observe`; only the tokens are looked at. Raises ValueError for a count outside 0..n."""
-        n = tokens.shape[1]
-        count = count if isinstance(count, int) else count.item()
-        if not 0 <= count <= n:
-            raise ValueError(f"can't observe {count} rows: there are {n}")
-        newest = tokens[0, :count].tolist()
+        """See `Drafter.observe`; reads `count` if it is on the device. Raises ValueError for one outside 0..n."""
+        context.before = (len(context.ids), [])
+        super().observe(context, tokens, features, count if isinstance(count, int) else count.item())
+
+    def _observe(self, context: LMContext, tokens: mx.array, features: None, count: int) -> None:
+        newest = tokens[0].tolist()
         context.before = (len(context.ids), newest)
         context.ids += newest
         if len(context.ids) - len(context.rows) > _CHUNK:
             self._run(context, context.rewind())
 
-    def propose(self, context: LMContext, anchor: mx.array, width: int, policy: DraftPolicy) -> Proposal:
-        """See `Drafter.propose`. The model's own tokens, drawn one after the other."""
-        if not 0 <= width <= self.max_width:
-            raise ValueError(f"width {width} is outside 0..{self.max_width}, this drafter's range")
-        token = anchor.astype(mx.int32)[:, None]
-        if width == 0:
-            return Proposal(mx.zeros((1, 0), dtype=mx.int32))
+    def _propose(self, context: LMContext, anchor: mx.array, slots: int, policy: DraftPolicy) -> Proposal:
         self._run(context, context.rewind())
-        fed, tokens, qs = [], [], []
-        for slot in range(width):
+        fed = []
+
+        def draw(slot: int, token: mx.array) -> Drawn:
             fed.append(token[0])
-            token, q = policy.draft(self._widened(self.model(token, cache=context.caches)), slot)
-            tokens.append(token)
-            qs.append(q)
+            return policy.draft(self._widened(self.model(token, cache=context.caches)), slot)
+
+        tokens, q = one_by_one(anchor, slots, draw)
         context.drafts = mx.concatenate(fed)
-        return Proposal(mx.concatenate(tokens, axis=1), None if qs[0] is None else mx.concatenate(qs, axis=1))
+        return Proposal(tokens, q)
 
     def _run(self, context: LMContext, ids: list[int]) -> None:
         for start in range(0, len(ids), _CHUNK):

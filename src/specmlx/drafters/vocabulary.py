@@ -1,7 +1,5 @@
 """A drafter's head over a part of the target's vocabulary."""
 
-from typing import Protocol
-
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -57,30 +55,20 @@ def take_rows(layer: nn.Linear | nn.Embedding, ids: mx.array) -> nn.Module:
 
     Raises ValueError for a layer of another kind.
     """
-    kinds = (nn.Linear, nn.Embedding, nn.QuantizedLinear, nn.QuantizedEmbedding, ScaledLinear)
-    if not isinstance(layer, kinds):
-        raise ValueError(f"can't take rows of a {type(layer).__name__}: a shortlist needs a plain or quantized head")
     if isinstance(layer, ScaledLinear):
         rows = ScaledLinear(layer.mode)
-        for name in layer:
-            rows[name] = layer[name][ids] if layer[name].ndim else layer[name]
-        return rows
-    if isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+    elif isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
         # Its own first weights are replaced below.
         size = layer.group_size
         rows = nn.QuantizedLinear(2 * size, 8, bias=False, group_size=size, bits=layer.bits, mode=layer.mode)
-    else:
+    elif isinstance(layer, (nn.Linear, nn.Embedding)):
         rows = nn.Linear(1, ids.size, bias=False)
+    else:
+        raise ValueError(f"can't take rows of a {type(layer).__name__}: a shortlist needs a plain or quantized head")
     for name in layer:
-        rows[name] = layer[name][ids]
+        rows[name] = layer[name][ids] if layer[name].ndim else layer[name]
     mx.eval(rows.parameters())
     return rows
-
-
-def logits_of(head: nn.Module, hidden: mx.array) -> mx.array:
-    """Logits `[..., V]` of rows `[..., D]` by a head, or a table that is one."""
-    tables = (nn.Embedding, nn.QuantizedEmbedding)
-    return head.as_linear(hidden) if isinstance(head, tables) else head(hidden)
 
 
 def dense_rows(layer: nn.Linear, ids: mx.array) -> mx.array:
@@ -93,29 +81,3 @@ def dense_rows(layer: nn.Linear, ids: mx.array) -> mx.array:
     if isinstance(layer, nn.Linear):
         return layer.weight[ids]
     raise ValueError(f"can't take rows of a {type(layer).__name__}: leave draft_markov_top_k out")
-
-
-class Headed(Protocol):
-    """A drafter whose head may be a part of the target's, of its own or of its own table."""
-
-    vocab_size: int
-    vocabulary: DraftVocabulary | None
-    shortlist: nn.Module | None
-
-    def head(self) -> nn.Module: ...
-
-    def keep_rows(self, rows: mx.array) -> None: ...
-
-
-def shorten(drafter: Headed, ids: mx.array) -> None:
-    """Let the drafter's head have rows for the target's ids `[N]` only, of those that it had before; in place.
-
-    Raises ValueError where the head is not a layer whose rows can be taken, or has none of the ids.
-    """
-    rows = ids if drafter.vocabulary is None else drafter.vocabulary.rows_of(ids)
-    if rows.size == 0:
-        raise ValueError("the drafter's vocabulary has none of the shortlist's tokens")
-    kept = ids if drafter.vocabulary is None else drafter.vocabulary.ids[rows]
-    drafter.shortlist = take_rows(drafter.head(), rows)
-    drafter.keep_rows(rows)
-    drafter.vocabulary = DraftVocabulary(kept, drafter.vocab_size)

@@ -1,4 +1,4 @@
-"""Whether the tensors of a drafter's files are the ones that it needs."""
+"""The tensors of a drafter's files, and whether they are the ones that it needs."""
 
 from pathlib import Path
 from typing import Any
@@ -8,12 +8,37 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
+from specmlx.formats.module_weights import column_major
+from specmlx.formats.scaled_linear import place
+from specmlx.targets.checkpoint import cast
+
 # mlx's layouts: with biases any of these sizes and bits, without them what the pair says.
 _SIZES, _BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)
 _MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
 
 
-def quantize_as_stored(model: nn.Module, weights: dict[str, mx.array]) -> None:
+def load_weights(model: nn.Module, weights: dict[str, mx.array], path: Path, dtype: mx.Dtype | None) -> None:
+    """Give a model its weights, in layers of the formats that they are in; `dtype` casts those of floating point.
+
+    Raises ValueError, one line that names `path`, for a missing, extra or misshapen tensor.
+    """
+    place(model, weights)
+    _quantize_as_stored(model, weights)
+    _check_names(model, weights, path)
+    model.load_weights(list(weights.items()))
+    finish(model, dtype)
+
+
+def finish(model: nn.Module, dtype: mx.Dtype | None) -> None:
+    """Cast a loaded model's floating-point weights, if to `dtype`, lay them out for this device, and read them."""
+    if dtype is not None:
+        cast(model, dtype)
+    if mx.default_device() == mx.cpu:
+        column_major(model)
+    mx.eval(model.parameters())
+
+
+def _quantize_as_stored(model: nn.Module, weights: dict[str, mx.array]) -> None:
     """Make the layers whose `weights` have scales quantized ones, of the bits, group size and mode of their shapes.
 
     What config.json says of them is the target's where a head is in its files. Raises ValueError, one line, for shapes
@@ -35,14 +60,10 @@ def quantize_as_stored(model: nn.Module, weights: dict[str, mx.array]) -> None:
     nn.quantize(model, class_predicate=chosen)
 
 
-def check_names(model: nn.Module, weights: dict[str, mx.array], path: Path) -> None:
+def _check_names(model: nn.Module, weights: dict[str, mx.array], path: Path) -> None:
     """Raise ValueError, one line that lists names, unless `weights` are the model's: none missing, extra, misshapen."""
-    wanted = dict(tree_flatten(model.parameters()))
-    problems = []
-    for what, names in (
-        ("missing", wanted.keys() - weights.keys()),
-        ("extra", weights.keys() - wanted.keys()),
-    ):
+    wanted, problems = dict(tree_flatten(model.parameters())), []
+    for what, names in (("missing", wanted.keys() - weights.keys()), ("extra", weights.keys() - wanted.keys())):
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             problems.append(f"{what} {', '.join(name[:80] for name in sorted(names)[:5])}{more}")

@@ -11,7 +11,7 @@ import numpy as np
 from specmlx.drafters.block import BlockTrunk
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH2, DSPARK
-from specmlx.drafters.selector import CandidateSelector
+from specmlx.drafters.dflash2 import CandidateSelector
 from specmlx.training.slots import acceptance_length, log_rows, normalised, slots_of, weighted_mean
 
 LossFunction = Callable[..., tuple[mx.array, dict[str, mx.array]]]

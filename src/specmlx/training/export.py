@@ -6,10 +6,10 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from specmlx.drafters.base import logits_of
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig
 from specmlx.drafters.packaging import SCALES
-from specmlx.drafters.vocabulary import logits_of
 from specmlx.drafters.written import deepspec_config, speculators_config, zlab_config
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.checkpoint import read_config, safetensors
