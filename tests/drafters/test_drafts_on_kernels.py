@@ -7,6 +7,7 @@ from drafter_kit import HIDDEN, VOCAB, golden_drafter, shown
 
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.sampling import make_sampler
+from specmlx.drafters.proposal import DraftPolicy
 from specmlx.drafters.settings import DraftSettings
 from specmlx.kernels import dispatch
 
@@ -19,7 +20,7 @@ POLICIES = {
 }
 
 
-class BySlot:
+class BySlot(DraftPolicy):
     """A policy that nobody asks for draws."""
 
     greedy = False
