@@ -20,10 +20,10 @@ def inspect(path: str, revision: str | None, as_json: bool) -> None:
     """
     from specmlx.loading.hub import download, is_id, remote_repo
     from specmlx.loading.inspect import inspect_path, inspect_tensors
-    from specmlx.loading.resolve import DEMO, resolve
+    from specmlx.loading.resolve import resolve
 
     with answers() as out:
-        if not is_id(path) or path.startswith(f"{DEMO}/"):
+        if not is_id(path):
             found = inspect_path(resolve(path))
         else:
             try:

@@ -56,7 +56,7 @@ def _found() -> dict[str, Any]:
     import mlx.core as mx
 
     from specmlx.evaluation.machine import this_machine
-    from specmlx.loading.catalog import KNOWN
+    from specmlx.loading.catalog import KNOWN, billions
     from specmlx.loading.hub import cached_repos
     from specmlx.loading.inspect import inspect_path
 
@@ -71,7 +71,8 @@ def _found() -> dict[str, Any]:
 
     targets = []
     for target in KNOWN:
-        needed = target.billions * BITS / 8 if target.billions else None
+        size = billions(target.ids[0])
+        needed = size * BITS / 8 if size else None
         found = asdict(target) | {"cached": [name for name in target.ids if here(name)], "gb_in_4_bits": needed}
         found["fits"] = None if needed is None else needed * 1e9 <= memory
         for drafter in found["drafters"]:

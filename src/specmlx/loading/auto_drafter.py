@@ -1,34 +1,45 @@
 """Which drafter `draft_model="auto"` takes where the target names none: of those on this machine."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from specmlx.drafters.config import is_language_model
 from specmlx.drafters.pairing import TargetSizes, check_pair
 from specmlx.formats.checkpoint import tensors_of
 from specmlx.loading.catalog import MTP, KnownTarget, known_target
-from specmlx.loading.hub import CachedRepo, base_models, cached_id, cached_repos, is_id
+from specmlx.loading.hub import DEMO, CachedRepo, base_models, cached_id, cached_repos, is_id
+from specmlx.loading.resolve import resolve
+from specmlx.targets.any_lm import LMConfig
+from specmlx.targets.config import HybridConfig
 from specmlx.targets.gguf import gguf_files, has_head, read_parts
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A drafter by name (a directory, or "mtp") and why it, or no name and why none."""
+class Choice(NamedTuple):
+    """A drafter (a directory, or "mtp") and why it, or None and why none.
 
-    name: str | None
-    reason: str
-
-
-def choose_drafter(name: str, path: Path, target: TargetSizes, cache: Path | None = None) -> Choice:
-    """The drafter for a target in a directory or GGUF file that goes by `name`: by its Hub id, its base model, its
-    architecture.
-
-    `cache`: another Hub cache than the local one. Of several the first published for it is taken, then the first by id;
-    last of all the MTP head in the target's own files. No weight is read.
+    named: whether the target's own files name it, so that one which can't be loaded is an error.
     """
-    here = [repo for repo in cached_repos(cache) if _fits(repo, target)]
+
+    name: str | Path | None
+    reason: str
+    named: bool = False
+
+
+def choose_drafter(name: str, path: Path, target: HybridConfig | LMConfig, cache: Path | None = None) -> Choice:
+    """The drafter for a target in a directory or GGUF file that goes by `name`.
+
+    It is the one that the target's config names, or the one in its folder draft/, or one of the local Hub cache
+    (`cache`: another one): one published for the target's Hub id or its base model, else one made for them, else one of
+    the same sizes, the first by id; or the MTP head in the target's own files. No weight is read.
+    """
     folder = path if path.is_dir() else path.parent
+    if named := target.draft_model:
+        reason = f"the drafter that the config names, {named}, is not on this machine: pass draft_model={named!r}"
+        return Choice(_named(folder, named), reason, named=True)
+    if (folder / "draft").is_dir():
+        return Choice(folder / "draft", "in its folder draft/", named=True)
+    here = [repo for repo in cached_repos(cache) if _fits(repo, target)]
     ids = [found for found in (cached_id(folder), name if is_id(name) else None) if found]
     bases = base_models(folder)
     known = known_target([*ids, *bases])
@@ -36,7 +47,22 @@ def choose_drafter(name: str, path: Path, target: TargetSizes, cache: Path | Non
         return Choice(str(repo.path), f"{repo.id} ({why})")
     if has_mtp(path):
         return Choice("mtp", "the MTP head in the target's files")
-    return Choice(None, _none(path, known))
+    if known and (published := [drafter.id for drafter in known.drafters if drafter.kind != MTP]):
+        return Choice(None, f"no drafter for {known.ids[0]} on this machine; to fetch one: hf download {published[0]}")
+    why = f"{path} names none and has no folder draft/, and none in the local Hub cache fits"
+    return Choice(None, f"no drafter: {why}")
+
+
+def _named(folder: Path, name: str) -> Path | None:
+    """The drafter that a target's config names: a folder below the target's, or a Hub id in the local cache."""
+    # A config is a stranger's: nothing outside of its directory is opened.
+    inside = ".." not in Path(name).parts and not Path(name).is_absolute()
+    if inside and (folder / name).is_dir():
+        return folder / name
+    try:
+        return resolve(name, local_only=True) if is_id(name) or name.split("/")[0] == DEMO else None
+    except ValueError:
+        return None
 
 
 def has_mtp(path: Path) -> bool:
@@ -70,11 +96,3 @@ def _fitting(
             yield repo, f"made for {shared[0]}"
     for repo in here:
         yield repo, "same sizes; made for another model, so it may guess less well"
-
-
-def _none(path: Path, known: KnownTarget | None) -> str:
-    published = [drafter for drafter in known.drafters if drafter.kind != MTP] if known else []
-    if published:
-        return f"no drafter for {known.ids[0]} on this machine; to fetch one: hf download {published[0].id}"
-    why = f"{path} names none and has no folder draft/, and none in the local Hub cache fits"
-    return f"no drafter: {why}"

@@ -1,9 +1,9 @@
 """Which drafters were published for which targets, with their acceptance length where a source states one."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 MTP = "MTP"
 
@@ -22,7 +22,7 @@ class Published:
 
     id: str
     kind: str
-    taps: tuple[int, ...] = ()
+    taps: Sequence[int] = ()
     block: int | None = None
     tau: float | None = None
     source: str = ""
@@ -35,11 +35,6 @@ class KnownTarget:
     ids: tuple[str, ...]
     drafters: tuple[Published, ...]
 
-    @property
-    def billions(self) -> float | None:
-        """Parameters, from the name."""
-        return billions(self.ids[0])
-
 
 def billions(name: str) -> float | None:
     """Billions of parameters that a name like Qwen3.8-27B states; None where it states none."""
@@ -49,12 +44,8 @@ def billions(name: str) -> float | None:
     return None
 
 
-def _read(drafters: list[dict[str, Any]]) -> tuple[Published, ...]:
-    return tuple(Published(**fields | {"taps": tuple(fields.get("taps", ()))}) for fields in drafters)
-
-
 KNOWN = tuple(
-    KnownTarget(tuple(target["ids"]), _read(target["drafters"]))
+    KnownTarget(tuple(target["ids"]), tuple(Published(**drafter) for drafter in target["drafters"]))
     for target in json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 )
 

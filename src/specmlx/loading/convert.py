@@ -18,6 +18,7 @@ from specmlx.drafters.written import plain_config
 from specmlx.formats.atomic import whole_directory
 from specmlx.formats.checkpoint import INDEX, read_config, safetensors, shards_of
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
+from specmlx.formats.sizes import BITS
 from specmlx.loading.resolve import MTP, NGRAM, resolve
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import load_target
@@ -27,16 +28,7 @@ from specmlx.targets.hybrid import Model
 
 # Gigabytes.
 SHARD = 5
-BITS = (2, 3, 4, 5, 6, 8)
-TOKENIZER = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "*.jinja",
-    "*.tiktoken",
-)
+TOKENIZER = "tokenizer* special_tokens_map.json added_tokens.json vocab.* merges.txt *.jinja *.tiktoken".split()
 OTHERS = ("generation_config.json", "chat_template.json", "LICENSE*")
 Progress = Callable[[int, int], None]
 
@@ -67,7 +59,7 @@ def convert(
         raise ValueError(f"can't quantize to {bits} bits: mlx has {', '.join(map(str, BITS))}")
     source = resolve(model)
     target, config = load_target(source, lazy=True)
-    drafter = _drafter(draft_model, target, source, config)
+    drafter = None if draft_model is None else _drafter(draft_model, target, source, config)
     config = _config(target, config)
     module = target.lm if isinstance(target, AnyLM) else target
     if bits is not None:
@@ -85,11 +77,9 @@ def convert(
 
 
 def _drafter(
-    name: str | None, target: Model | AnyLM, source: Path, target_config: dict[str, Any]
-) -> tuple[Path | dict[str, mx.array], dict[str, Any]] | None:
+    name: str, target: Model | AnyLM, source: Path, target_config: dict[str, Any]
+) -> tuple[Path | dict[str, mx.array], dict[str, Any]]:
     """A drafter's directory, or its weights, and its config to be, once it is known to fit and to load."""
-    if name is None:
-        return None
     if name == NGRAM:
         raise ValueError(f"draft_model {name!r} has no files: leave it out, and name it when you generate")
     if name == MTP:
@@ -99,9 +89,9 @@ def _drafter(
         _refuse_packed(head)
         text = target_config.get("text_config") or target_config
         plain = {"architectures": ["Qwen3_5MTP"], "model_type": "qwen3_5_mtp", "mtp_norms": "w", "text_config": text}
-        return dict(tree_flatten(head.parameters())), plain | {
-            k: target_config[k] for k in ("quantization",) if k in target_config
-        }
+        if "quantization" in target_config:
+            plain["quantization"] = target_config["quantization"]
+        return dict(tree_flatten(head.parameters())), plain
     path = resolve(name)
     config = read_config(path)
     if is_language_model(config):
@@ -110,8 +100,7 @@ def _drafter(
         raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
     if is_split_mtp(config):
         return path, config
-    parsed = DrafterConfig.from_dict(config)
-    plain = plain_config(parsed, config)
+    plain = plain_config(DrafterConfig.from_dict(config), config)
     load_drafter(path, target)
     return path, plain
 
@@ -134,9 +123,8 @@ def _config(target: Model | AnyLM, config: dict[str, Any]) -> dict[str, Any]:
 def _refuse_packed(module: nn.Module) -> None:
     packed = [name for name, layer in module.named_modules() if isinstance(layer, (ScaledLinear, BlockScaledLinear))]
     if packed:
-        raise ValueError(
-            f"{packed[0]} is in FP8 or FP4 with a scale of its own, which mlx_lm can't load: use it as it is"
-        )
+        what = "in FP8 or FP4 with a scale of its own"
+        raise ValueError(f"{packed[0]} is {what}, which mlx_lm can't load: use it as it is")
 
 
 def _quantized(module: nn.Module, config: dict[str, Any], bits: int, group_size: int) -> dict[str, Any]:
@@ -144,17 +132,17 @@ def _quantized(module: nn.Module, config: dict[str, Any], bits: int, group_size:
 
     if "quantization" in config or any(isinstance(m, nn.QuantizedLinear) for _, m in module.named_modules()):
         raise ValueError("the target is quantized already: leave --quantize out, or name its unquantized source")
-    predicate = _experts_predicate if isinstance(module, Model) and module.config.num_experts else None
+
+    def predicate(path: str, _: nn.Module) -> bool | dict[str, Any]:
+        # Routers and gates of shared experts keep 8 bits, as in mlx_lm.
+        return {"group_size": 64, "bits": 8} if path.endswith(("mlp.gate", "shared_expert_gate")) else True
+
+    experts = isinstance(module, Model) and module.config.num_experts
     try:
-        _, config = quantize_model(module, config, group_size, bits, quant_predicate=predicate)
+        _, config = quantize_model(module, config, group_size, bits, quant_predicate=predicate if experts else None)
     except ValueError as error:
         raise ValueError(f"can't quantize to {bits} bits in groups of {group_size}: {error}") from None
     return config
-
-
-def _experts_predicate(path: str, _: nn.Module) -> bool | dict[str, Any]:
-    """Routers and gates of shared experts keep 8 bits, as in mlx_lm."""
-    return {"group_size": 64, "bits": 8} if path.endswith(("mlp.gate", "shared_expert_gate")) else True
 
 
 def _write_weights(folder: Path, module: nn.Module, config: dict[str, Any], progress: Progress | None) -> None:
@@ -164,17 +152,16 @@ def _write_weights(folder: Path, module: nn.Module, config: dict[str, Any], prog
     weights = {name.removeprefix(prefix): value for name, value in tree_flatten(module.parameters())}
     # So that a shard's memory is free once it is written.
     module.update(tree_map(lambda _: mx.array([]), module.parameters()))
-    total, done, places = sum(value.nbytes for value in weights.values()), 0, {}
+    total, written, places = sum(value.nbytes for value in weights.values()), 0, {}
     shards = make_shards(weights, SHARD)
     weights.clear()
     for i, shard in enumerate(shards):
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
         with (folder / file).open("wb") as stream:
             for part in safetensors(shard, {"format": "mlx"}):
-                stream.write(part)
-                done += len(part)
+                written += stream.write(part)
                 if progress:
-                    progress(min(done, total), total)
+                    progress(min(written, total), total)
         places |= dict.fromkeys(shard, file)
         shard.clear()
     _write_json(folder / f"model{INDEX}", {"metadata": {"total_size": total}, "weight_map": places})

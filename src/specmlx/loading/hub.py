@@ -1,8 +1,8 @@
 """The Hugging Face Hub: what is in the local cache, what is on the server, and how it gets here."""
 
-from dataclasses import dataclass
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specmlx.formats.checkpoint import INDEX, chosen_shards, read_config
 from specmlx.formats.header import MOST, Entry
@@ -14,8 +14,7 @@ PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*
 NOT = ("consolidated*", "original/*", "onnx/*", "metal/*")
 
 
-@dataclass(frozen=True)
-class CachedRepo:
+class CachedRepo(NamedTuple):
     """A repository in the local Hub cache, at the newest revision that is whole enough to have a config.json."""
 
     id: str
@@ -23,8 +22,7 @@ class CachedRepo:
     config: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class RemoteRepo:
+class RemoteRepo(NamedTuple):
     """What the Hub says of a repository without its weights: config.json, and the tensors by the files' headers."""
 
     id: str
@@ -35,12 +33,14 @@ class RemoteRepo:
 
 # Seconds for the Hub to answer at all: huggingface_hub would ask again for half a minute.
 PATIENCE = 5
+DEMO = "demo"
 
 
 def is_id(name: str | Path) -> bool:
-    """Whether a name can be a Hub id like owner/name or owner/name@revision, and is no path on this machine."""
+    """Whether a name can be a Hub id, owner/name or owner/name@revision: no path on this machine, nor the demo's."""
     name = str(name)
-    return name.partition("@")[0].count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+    outside = not name.startswith((".", "/", "~", f"{DEMO}/")) and not Path(name).exists()
+    return outside and name.partition("@")[0].count("/") == 1
 
 
 def pinned(name: str, revision: str | None = None) -> tuple[str, str | None]:
@@ -60,20 +60,13 @@ def download(name: str, revision: str | None = None, local_only: bool = False) -
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     repo, revision = pinned(name, revision)
+    wanted = {"allow_patterns": [*PATTERNS], "ignore_patterns": [*NOT]}
     try:
-        return Path(
-            snapshot_download(
-                repo,
-                revision=revision,
-                allow_patterns=list(PATTERNS),
-                ignore_patterns=list(NOT),
-                local_files_only=local_only or not _reachable(),
-            )
-        )
+        here = local_only or not _reachable()
+        return Path(snapshot_download(repo, revision=revision, local_files_only=here, **wanted))
     except LocalEntryNotFoundError:
-        raise ValueError(
-            f"{name} is neither a directory nor in the local Hub cache, and the Hub can't be reached"
-        ) from None
+        where = "neither a directory nor in the local Hub cache"
+        raise ValueError(f"{name} is {where}, and the Hub can't be reached") from None
     # Whatever a network may do: httpx's errors are no OSErrors.
     except Exception as error:
         raise ValueError(f"can't get {name} from the Hub: {' '.join(str(error).split())[:300]}") from None
@@ -111,32 +104,27 @@ def cached_repos(cache: Path | None = None) -> list[CachedRepo]:
 
     found = []
     for folder in sorted(Path(cache or constants.HF_HUB_CACHE).glob("models--*--*")):
-        snapshots = sorted(folder.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True)
-        for path in snapshots:
+        for path in sorted(folder.glob("snapshots/*"), key=lambda path: path.stat().st_mtime, reverse=True):
             try:
-                config = read_config(path)
+                found.append(CachedRepo(str(cached_id(path)), path, read_config(path)))
+                break
             except (ValueError, OSError):
                 continue
-            found.append(CachedRepo(folder.name.removeprefix("models--").replace("--", "/"), path, config))
-            break
     return found
 
 
 def cached_id(path: Path) -> str | None:
     """The Hub id of a directory in a Hub cache; None for any other."""
-    for parent in path.absolute().parents:
-        if parent.name.startswith("models--") and path.absolute().parent.name == "snapshots":
-            return parent.name.removeprefix("models--").replace("--", "/")
-    return None
+    found = re.search(r"/models--([^/]+)/snapshots/[^/]+$", path.absolute().as_posix())
+    return found and found[1].replace("--", "/")
 
 
 def base_models(path: Path) -> list[str]:
     """The ids that a README.md names as `base_model` in its front matter; none where it has none."""
-    file = path / "README.md"
-    if not file.is_file():
-        return []
     from huggingface_hub import ModelCard
 
+    if not (file := path / "README.md").is_file():
+        return []
     with file.open(encoding="utf-8", errors="replace") as stream:
         text = stream.read(1 << 16)
     try:

@@ -1,7 +1,8 @@
 """What a checkpoint is, by its config.json and the headers of its files: no weight is read."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,8 +38,14 @@ GROUPS = {
     "convolutions": r"_conv\.",
 }
 OTHERS = "norms and others"
-# What values of other types than a config should have may raise.
-_UNFIT = (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError)
+_HYBRID_SIZES = (
+    "hidden_size num_hidden_layers vocab_size num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
+    "linear_num_value_heads tie_word_embeddings"
+).split()
+_DRAFTER_SIZES = (
+    "kind hidden_size num_hidden_layers vocab_size block_size max_width mask_token_id target_layer_ids windows "
+    "num_target_layers draft_vocab_size"
+).split()
 
 
 @dataclass(frozen=True)
@@ -98,10 +105,10 @@ def inspect_path(path: Path) -> Inspection:
 
 def inspect_tensors(name: str, config: dict[str, Any], tensors: dict[str, Entry], files: int) -> Inspection:
     """The same from a config.json and the headers' tensors, wherever they are from."""
-    try:
-        what, kind, geometry, questions = _read(config, tensors)
-    except _UNFIT as error:
-        what, kind, geometry, questions = TARGET, "unknown", {}, [_one_line(error)]
+    questions: list[str] = []
+    what, kind, geometry = TARGET, "unknown", {}
+    with _asked(questions):
+        what, kind, geometry = _read(config, tensors, questions)
     groups = _groups({name: entry.nbytes for name, entry in tensors.items()})
     form, nbytes = packaging(config, tensors), _per_pass(groups, config, what)
     return Inspection(name, what, kind, form, files, nbytes, groups, geometry, questions)
@@ -111,12 +118,9 @@ def packaging(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
     """Who wrote the weights and in which format, in a few words."""
     if "speculators_model_type" in config or "speculators_config" in config:
         return "speculators"
-    if quantization := config.get("quantization"):
-        if isinstance(quantization, dict):
-            mode, bits, size = (quantization.get(k) for k in ("mode", "bits", "group_size"))
-            return f"mlx, {mode or 'affine'} {bits} bits, groups of {size}"
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else {}
-    other = config.get("quantization_config") or text.get("quantization_config")
+    if isinstance(own := config.get("quantization"), dict) and own:
+        return f"mlx, {own.get('mode') or 'affine'} {own.get('bits')} bits, groups of {own.get('group_size')}"
+    other = config.get("quantization_config") or _text(config).get("quantization_config")
     if isinstance(other, dict):
         parts = [other.get(key) for key in ("quant_method", "quant_algo", "format", "weight_block_size")]
         return ", ".join(str(part) for part in parts if part)
@@ -127,82 +131,69 @@ def packaging(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
     return f"{'Hugging Face, ' if raw else ''}{' and '.join(kinds)}"
 
 
-def _read(config: dict[str, Any], tensors: dict[str, Entry]) -> tuple[str, str, dict[str, Any], list[str]]:
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """A config's text_config where it is an object."""
+    return text if isinstance(text := config.get("text_config"), dict) else {}
+
+
+def _read(config: dict[str, Any], tensors: dict[str, Entry], questions: list[str]) -> tuple[str, str, dict[str, Any]]:
+    """What a checkpoint is, its kind and its sizes; what its files leave open is added to `questions`."""
     if is_split_mtp(config):
-        return MTP_HEAD, "mtp", {}, []
+        return MTP_HEAD, "mtp", {}
+    geometry: dict[str, Any] = {}
     names = " ".join(map(str, config.get("architectures") or []))
     nested = config.get("dflash_config") or config.get("dspark_config") or config.get("speculators_config")
     if nested or re.search("DFlash|DSpark|Speculator", names) or "speculators_model_type" in config:
-        return _read_drafter(config, names)
-    model_type, questions, geometry = str(config.get("model_type")), [], {}
-    if model_type in MODEL_TYPES:
-        geometry, questions = _tried(lambda: _sizes(HybridConfig.from_dict(config)))
-    else:
-        geometry = _plain({**config, **(config.get("text_config") or {})})
+        with _asked(questions):
+            geometry = _picked(DrafterConfig.from_dict(config), _DRAFTER_SIZES)
+        return DRAFTER, geometry.pop("kind", names or "unknown"), geometry
+    model_type = str(config.get("model_type"))
+    hybrid = model_type in MODEL_TYPES
+    with _asked(questions):
+        geometry = _sizes({**config, **(config.get("text_config") or {})} if not hybrid else config, hybrid)
     if any(re.search(GROUPS[MTP], name) for name in tensors):
         geometry["mtp"] = True
-    _, unread = _tried(lambda: check_quantization(config, model_type in MODEL_TYPES) or {})
-    questions += unread
-    return TARGET, model_type, geometry, questions
+    with _asked(questions):
+        check_quantization(config, hybrid)
+    return TARGET, model_type, geometry
 
 
-def _read_drafter(config: dict[str, Any], names: str) -> tuple[str, str, dict[str, Any], list[str]]:
-    geometry, questions = _tried(lambda: _drafter_sizes(DrafterConfig.from_dict(config)))
-    return DRAFTER, geometry.pop("kind", names or "unknown"), geometry, questions
-
-
-def _tried(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+@contextmanager
+def _asked(questions: list[str]) -> Iterator[None]:
+    """Add what a config's values raise to `questions`, in one line."""
     try:
-        return read(), []
-    except _UNFIT as error:
-        return {}, [_one_line(error)]
+        yield
+    # Values of other types than a config should have.
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        questions.append(" ".join(str(error).split())[:400] or type(error).__name__)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400] or type(error).__name__
+def _sizes(config: dict[str, Any], hybrid: bool) -> dict[str, Any]:
+    if not hybrid:
+        return {k: v for k, v in config.items() if type(v) is int and k.endswith(("_size", "_layers", "_heads"))}
+    parsed = HybridConfig.from_dict(config)
+    names = ["num_experts", "num_experts_per_tok"] if parsed.num_experts else ["intermediate_size"]
+    return _picked(parsed, _HYBRID_SIZES + names) | {"linear_layers": parsed.layer_types.count("linear_attention")}
 
 
-def _sizes(config: HybridConfig) -> dict[str, Any]:
-    linear = config.layer_types.count("linear_attention")
-    names = ["hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"]
-    names += ["linear_num_key_heads", "linear_num_value_heads", "tie_word_embeddings"]
-    names += ["num_experts", "num_experts_per_tok"] if config.num_experts else ["intermediate_size"]
-    return {name: getattr(config, name) for name in names} | {"linear_layers": linear}
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in config.items() if type(v) is int and k.endswith(("_size", "_layers", "_heads"))}
-
-
-def _drafter_sizes(config: DrafterConfig) -> dict[str, Any]:
-    names = ["kind", "hidden_size", "num_hidden_layers", "vocab_size", "block_size", "max_width", "mask_token_id"]
-    names += ["target_layer_ids", "windows", "num_target_layers", "draft_vocab_size"]
+def _picked(config: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
 def _groups(sizes: dict[str, int]) -> dict[str, Group]:
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {group: [] for group in (*GROUPS, OTHERS)}
     for name, nbytes in sizes.items():
-        group = next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), OTHERS)
-        found.setdefault(group, []).append(nbytes)
-    order = [*GROUPS, OTHERS]
-    return {group: Group(len(found[group]), sum(found[group])) for group in order if group in found}
+        found[next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), OTHERS)].append(nbytes)
+    return {group: Group(len(sizes), sum(sizes)) for group, sizes in found.items() if sizes}
 
 
 def _per_pass(groups: dict[str, Group], config: dict[str, Any], what: str) -> int:
     """Of the embedding only rows are read, unless it is the head too; vision and MTP weights are not."""
-    text = {**config, **(config.get("text_config") if isinstance(config.get("text_config"), dict) else {})}
-    tied = what == TARGET and "head" not in groups
-    total = 0
-    for name, group in groups.items():
-        if name in (VISION, MTP) or (name == EMBEDDING and not tied):
-            continue
-        share = 1.0
-        if name == EXPERTS:
-            experts, used = text.get("num_experts"), text.get("num_experts_per_tok")
-            share = used / experts if type(experts) is int and type(used) is int and experts > 0 else 1.0
-        total += round(group.bytes * share)
-    return total
+    experts, used = ({**config, **_text(config)}.get(name) for name in ("num_experts", "num_experts_per_tok"))
+    share = used / experts if type(experts) is int and type(used) is int and experts > 0 else 1.0
+    unread = {VISION, MTP} | (set() if what == TARGET and "head" not in groups else {EMBEDDING})
+    read = {name: group.bytes for name, group in groups.items() if name not in unread}
+    return sum(round(nbytes * share) if name == EXPERTS else nbytes for name, nbytes in read.items())
 
 
 def _inspect_gguf(path: Path, files: list[Path]) -> Inspection:
@@ -213,14 +204,11 @@ def _inspect_gguf(path: Path, files: list[Path]) -> Inspection:
         {f"{'mtp.' * name.startswith(heads)}{name}": info.end - info.start for name, info in tensors.items()}
     )
     config, geometry = {}, {}
-    try:
+    with _asked(questions):
         _, config = planned(read_parts(files))
-        geometry = _sizes(HybridConfig.from_dict(config)) if config["model_type"] in MODEL_TYPES else _plain(config)
-        geometry |= {"mtp": True} if heads else {}
+        geometry = _sizes(config, config["model_type"] in MODEL_TYPES) | ({"mtp": True} if heads else {})
         with tokenizer_files(path):
             pass
-    except ValueError as error:
-        questions.append(_one_line(error))
     kinds = sorted({info.kind for info in tensors.values()})
     kind = str(parts[0].metadata.get("general.architecture")) if parts else "unknown"
     form, nbytes = f"GGUF, {', '.join(kinds)}", _per_pass(groups, config, TARGET)

@@ -86,7 +86,7 @@ def load(
     with agreed(group, "specmlx", "model") as here:
         here["specmlx"] = __version__
         # Told by the small file before the large ones are fetched.
-        if is_id(name) and not name.startswith(f"{DEMO}/") and (small := download_config(name, revision)) is not None:
+        if is_id(name) and (small := download_config(name, revision)) is not None:
             check_target(small, name)
         path = resolve(path_or_hf_repo, revision=revision)
         if is_id(name) and not (path / "config.json").is_file():
@@ -170,21 +170,18 @@ def _load_drafter(
             raise ValueError("draft_model='mtp' needs a target that was loaded from files: this one was not")
         drafter = load_mtp(model.source, model, dtype)
     else:
-        check_drafter_name(str(path_or_hf_repo))
-        _check_before(str(path_or_hf_repo), model)
+        name = str(path_or_hf_repo)
+        check_drafter_name(name)
+        # Before its weights are downloaded.
+        config = download_config(name) if is_id(name) else None
+        if config and not is_language_model(config) and (reasons := check_pair(model.config, config)):
+            raise ValueError(f"the drafter {name} can't serve this target: {'; '.join(reasons)}")
         path = resolve(path_or_hf_repo)
         directories.insert(0, path)
         drafter = _load_files(path, model, dtype)
     settings.apply(drafter, directories)
     _choose_drafter_kernels(drafter, dtype)
     return drafter
-
-
-def _check_before(name: str, model: Model | AnyLM) -> None:
-    """Raise ValueError where a drafter on the Hub can't serve the target, before its weights are downloaded."""
-    if is_id(name) and not name.startswith(f"{DEMO}/") and (config := download_config(name)) is not None:
-        if not is_language_model(config) and (reasons := check_pair(model.config, config)):
-            raise ValueError(f"the drafter {name} can't serve this target: {'; '.join(reasons)}")
 
 
 def _load_files(path: Path, model: Model | AnyLM, dtype: mx.Dtype) -> Drafter:
@@ -234,59 +231,36 @@ def _choose_drafter_kernels(drafter: Drafter, dtype: mx.Dtype) -> None:
 def _attach(
     model: Model | AnyLM, name: str, path: Path, draft_model: Any, dtype: mx.Dtype | None, settings: DraftSettings
 ) -> None:
-    drafter, reason, folder = None, None, path if path.is_dir() else path.parent
+    drafter, reason = None, None
     if draft_model is None:
         reason = "draft_model is None"
-    elif draft_model != AUTO:
-        named = isinstance(draft_model, (str, Path))
-        if not named and not isinstance(draft_model, Drafter):
-            kind = type(draft_model).__name__
-            raise ValueError(f"draft_model is {draft_model!r:.40}, of the kind {kind}: give a name, a drafter or None")
-        drafter = _load_drafter(draft_model, model, dtype, settings) if named else draft_model
-        if not named and settings != DraftSettings():
-            settings.apply(drafter, [folder])
-    elif named := model.config.draft_model:
-        if (found := _named(folder, named)) is None:
-            reason = f"the drafter that the config names, {named}, is not on this machine: pass draft_model={named!r}"
-        else:
-            drafter = _load_drafter(found, model, dtype, settings)
-    elif (folder / "draft").is_dir():
-        drafter = _load_drafter(folder / "draft", model, dtype, settings)
+    elif draft_model == AUTO:
+        choice = choose_drafter(name, path, model.config)
+        try:
+            drafter = choice.name and _load_drafter(choice.name, model, dtype, settings)
+            reason = choice.reason
+        except ValueError as error:
+            if choice.named:
+                raise
+            # Nobody asked for this one: the target runs without it.
+            reason = f"the drafter that was found, {choice.reason}, can't be used: {error}"
+        if drafter is None or not choice.named:
+            what = f"prompt lookup: {reason}" if drafter is None else reason
+            print(printable(f"draft_model='auto' took {what}", sys.stderr), file=sys.stderr)
+    elif isinstance(draft_model, (str, Path)):
+        drafter = _load_drafter(draft_model, model, dtype, settings)
+    elif isinstance(draft_model, Drafter):
+        drafter = draft_model
+        if settings != DraftSettings():
+            settings.apply(drafter, [path if path.is_dir() else path.parent])
     else:
-        drafter, reason = _chosen(model, name, path, dtype, settings)
-    if drafter is None:
-        settings.apply(None)
-    if drafter is None and draft_model == AUTO:
-        drafter = NGram()
-        print(printable(f"draft_model='auto' took prompt lookup: {reason}", sys.stderr), file=sys.stderr)
-    model.attach(drafter, reason)
-
-
-def _named(path: Path, name: str) -> Path | None:
-    """The drafter that a target's config names: a folder below the target's, or a Hub id in the local cache."""
-    # A config is a stranger's: nothing outside of its directory is opened.
-    inside = ".." not in Path(name).parts and not Path(name).is_absolute()
-    if inside and (path / name).is_dir():
-        return path / name
-    try:
-        return resolve(name, local_only=True) if is_id(name) or name.split("/")[0] == DEMO else None
-    except ValueError:
-        return None
-
-
-def _chosen(
-    model: Model | AnyLM, name: str, path: Path, dtype: mx.Dtype | None, settings: DraftSettings
-) -> tuple[Drafter | None, str | None]:
-    choice = choose_drafter(name, path, model.config)
-    if choice.name is None:
-        return None, choice.reason
-    try:
-        drafter = _load_drafter(choice.name, model, dtype, settings)
-    except ValueError as error:
-        # Nobody asked for this one: the target runs without it.
-        return None, f"the drafter that was found, {choice.reason}, can't be used: {error}"
-    print(printable(f"draft_model='auto' took {choice.reason}", sys.stderr), file=sys.stderr)
-    return drafter, None
+        kind = type(draft_model).__name__
+        raise ValueError(f"draft_model is {draft_model!r:.40}, of the kind {kind}: give a name, a drafter or None")
+    if drafter is not None:
+        model.attach(drafter, None)
+        return
+    settings.apply(None)
+    model.attach(NGram() if draft_model == AUTO else None, reason)
 
 
 def _dtype(dtype: mx.Dtype | str | None) -> mx.Dtype | None:
