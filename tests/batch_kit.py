@@ -4,14 +4,10 @@ import mlx.core as mx
 from scripted import Context, right_with
 
 from specmlx import PromptCache
-from specmlx.decoding.stats import Stats
-from specmlx.decoding.stops import StopStrings
 from specmlx.drafters.proposal import Proposal
-from specmlx.generation.chat_turns import turns
 from specmlx.generation.generate import stream_generate
 from specmlx.generation.prompt_cache import make_prompt_cache
-from specmlx.generation.responses import Reply
-from specmlx.generation.scheduler import Job, Scheduler
+from specmlx.generation.scheduler import Scheduler
 
 # Below, at and above a step of 64 rows; one token alone.
 PROMPTS = [[7, 8, 9] * 30, [4], [20] * 64, [30, 31] * 33, [5] * 3, list(range(10, 140))]
@@ -53,18 +49,18 @@ def ids_alone(model, tokenizer, prompt, count, **options):
 
 
 def in_lanes(model, tokenizer, drafter, prompts, counts, policies, **options):
-    """The ids that lanes, three at a time, were given; and their jobs, whose conversations have their states back."""
-    scheduler = Scheduler(model, drafter, None, max_lanes=3, prompt_cache=PromptCache(), **options)
+    """The ids that lanes, three at a time, were given; and their requests, whose conversations have their states."""
+    scheduler = Scheduler(model, tokenizer, drafter, "full", max_lanes=3, prompt_cache=PromptCache(), **options)
     # As on a GPU, with each round issued before the one before it is read.
     scheduler.lookahead = True
-    jobs, errors, given = [], [], [[] for _ in prompts]
-    for prompt, count, policy, tokens in zip(prompts, counts, policies, given, strict=True):
-        stats = Stats("speculative")
-        reply = Reply(tokenizer, StopStrings(()), len(prompt), stats)
-        take, done = (lambda r, tokens=tokens: tokens.append(r.token)), errors.append
-        jobs.append(Job(prompt, policy, reply, stats, take, done, frozenset({281}), count, turns(tokenizer)))
-        scheduler.add(jobs[-1])
+    given = {}
+    for prompt, count, policy in zip(prompts, counts, policies, strict=True):
+        request = scheduler.request(prompt, count)
+        request.policy = policy
+        given[request] = []
+        scheduler.add(request)
     while not scheduler.idle:
-        scheduler.step()
-    assert errors == [None] * len(jobs)
-    return given, jobs
+        for request, response in scheduler.step():
+            given[request].append(response.token)
+    assert all(request.error is None for request in given)
+    return [*given.values()], [*given]

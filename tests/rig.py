@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from specmlx.cache.kv import KV
 from specmlx.cache.layers import LayerStates
 from specmlx.decoding import loop
+from specmlx.decoding.prefill import prefill
 from specmlx.decoding.stats import Stats
 from specmlx.targets.checkpoint import cast
 from specmlx.targets.config import HybridConfig
@@ -115,12 +116,27 @@ def generate_tokens(
     stop_tokens=(),
     max_tokens=-1,
     stats=None,
-    **options,
+    prefill_step_size=2048,
+    progress=None,
+    checkpoints=None,
 ):
     """Tokens that continue a conversation, in a batch of its own."""
     batch = loop.Batch(target, drafter, num_draft_tokens, lookahead=lookahead, decide=decide)
-    sequence = loop.Sequence(conversation, policy, [], stop_tokens, max_tokens, Stats() if stats is None else stats)
-    yield from loop.generate_tokens(batch, sequence, prompt, **options)
+    stats = Stats() if stats is None else stats
+    sequence = loop.Sequence(conversation, policy, list(prompt), stop_tokens, max_tokens, stats)
+    later = batch.choose(1) == 0
+    for step in prefill(target, conversation, prompt, drafter, prefill_step_size, checkpoints, later):
+        if progress:
+            progress(step, len(prompt))
+        conversation.check(sequence.owner)
+    if progress:
+        progress(len(prompt), len(prompt))
+    batch.join([sequence])
+    while not sequence.over:
+        for _, token in batch.round():
+            if token is None:
+                raise sequence.error
+            yield token
 
 
 def tokens(seed: int, n: int, vocab: int = 96) -> mx.array:

@@ -35,12 +35,9 @@ from specmlx.decoding.draft_length import (
 )
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.sampling import make_sampler
-from specmlx.decoding.stats import Stats
-from specmlx.decoding.stops import StopStrings
 from specmlx.decoding.timer import round_seconds
-from specmlx.generation.draft_options import choose_length
-from specmlx.generation.responses import Reply
-from specmlx.generation.scheduler import Job, Scheduler
+from specmlx.generation.draft_options import auto_length
+from specmlx.generation.scheduler import Scheduler
 from specmlx.targets.any_lm import AnyLM
 
 # Plain rounds' worth of a pass with T rows: one read of the weights, one read for every five rows (stock mlx), one for
@@ -634,7 +631,7 @@ def test_a_pair_that_is_new_is_measured_before_its_first_answer_and_never_again(
     monkeypatch.setattr("specmlx.decoding.draft_length.MOST_SECONDS", 1.0)
     model, tokenizer = load()
     plain = generate(model, tokenizer, "Hi", max_tokens=9, num_draft_tokens=0, seed=3, sampler=make_sampler(1.0))
-    file = choose_length(model, model.draft_model, "auto").file
+    file = auto_length(model, model.draft_model).file
     for calibrate, said in ((False, 0), (True, 1), (True, 0)):
         text = generate(model, tokenizer, "Hi", max_tokens=9, seed=3, sampler=make_sampler(1.0), calibrate=calibrate)
         assert text == plain
@@ -649,14 +646,14 @@ def test_a_pair_that_is_new_is_measured_before_its_first_answer_and_never_again(
 def test_other_kernels_have_costs_of_their_own_and_profiled_rounds_say_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path))
     model, tokenizer = load()
-    file = choose_length(model, model.draft_model, "auto").file
+    file = auto_length(model, model.draft_model).file
     exact(8, "flat", "cheap").save(file)
     generate(model, tokenizer, "Hi", max_tokens=9, profile=True)
     assert Curve.load(file).answers == 0
     generate(model, tokenizer, "Hi", max_tokens=9)
     assert Curve.load(file).answers == 1
     model.kernel_note = "kernels by number of rows"
-    assert choose_length(model, model.draft_model, "auto").file not in (None, file)
+    assert auto_length(model, model.draft_model).file not in (None, file)
 
 
 # Lanes
@@ -750,7 +747,7 @@ def test_a_batch_measures_as_many_lanes_as_it_will_have_before_it_begins(tmp_pat
         assert found.texts == want
         said = capsys.readouterr().err
         assert ("DSpark on this machine, 4 requests together" in said) == calibrate
-    assert Curve.load(choose_length(model, model.draft_model, "auto", "4 lanes").file).seconds
+    assert Curve.load(auto_length(model, model.draft_model, "4 lanes").file).seconds
 
 
 def test_requests_that_take_turns_draft_all_that_there_is_and_say_so(tmp_path):
@@ -770,16 +767,14 @@ def test_a_lane_that_began_plain_and_is_drafted_beside_another_says_so(tmp_path)
         return Clockless(6, Curve({n: 1.0 + n * (lanes == 1) for n in range(7)}, [0.9 * (lanes > 1)] * 6))
 
     tokenizer, model = small_tokenizer(tmp_path), tiny(3, **SMALL)
-    prompts, counts, jobs = [[7, 8, 9], [5, 4]], [30, 20], []
+    prompts, counts, requests = [[7, 8, 9], [5, 4]], [30, 20], []
     texts = [p + ids_alone(model, tokenizer, p, n, draft_model=None)[0] for p, n in zip(prompts, counts, strict=True)]
-    scheduler = Scheduler(model, KnowsTheTexts(texts), LaneLengths(new))
+    scheduler = Scheduler(model, tokenizer, KnowsTheTexts(texts), max_lanes=8)
+    scheduler.length = LaneLengths(new)
     for prompt, count in zip(prompts, counts, strict=True):
-        stats = Stats("speculative")
-        reply = Reply(tokenizer, StopStrings(()), len(prompt), stats)
-        nothing = (lambda _: None,) * 2
-        jobs.append(Job(prompt, Policy(), reply, stats, *nothing, frozenset(), count))
-        scheduler.add(jobs[-1])
+        requests.append(scheduler.request(prompt, count))
+        scheduler.add(requests[-1])
         for _ in range(6):
-            scheduler.step()
-        assert jobs[0].stats.mode == ("speculative" if jobs[0].stats.proposed else "plain")
-    assert jobs[0].stats.proposed and jobs[0].stats.plain_share
+            list(scheduler.step())
+        assert requests[0].stats.mode == ("speculative" if requests[0].stats.proposed else "plain")
+    assert requests[0].stats.proposed and requests[0].stats.plain_share

@@ -14,9 +14,9 @@ from rig import SMALL, TINY, collect, small_tokenizer, tiny
 from scripted import ScriptedDrafter, all_right, all_wrong, right_with, wrong_at
 
 import specmlx
-from specmlx.decoding.stops import StopStrings
 from specmlx.formats.checkpoint import eos_token_ids
 from specmlx.generation.generate import generate, stream_generate
+from specmlx.generation.request import StopStrings
 from specmlx.targets.hybrid import Model
 
 STORY = "🙂 the 漢字 and 👨‍👩‍👧 čeština: naïve\n\nthe  cat ⛵ jumps — ok"

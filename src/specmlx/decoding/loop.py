@@ -12,7 +12,6 @@ from specmlx.decoding import joint
 from specmlx.decoding.draft_length import FixedLength
 from specmlx.decoding.drafting import observe, observe_ahead, propose
 from specmlx.decoding.policy import MixedPolicy, Policies, RoundPolicy
-from specmlx.decoding.prefill import Checkpoints, prefill
 from specmlx.decoding.round import Delivery, OnProposal, Round, Target
 from specmlx.decoding.sequence import Sequence, Token
 from specmlx.decoding.timer import ACCEPT, DRAFT, OBSERVE, VERIFY, Timer, round_seconds
@@ -283,43 +282,3 @@ class Batch:
         if sequence:
             sequence.stats.commit_seconds += self._left - begin
             sequence.stats.decode_seconds = self._busy - sequence.began
-
-
-def generate_tokens(
-    batch: Batch,
-    sequence: Sequence,
-    prompt: list[int],
-    prefill_step_size: int = 2048,
-    *,
-    progress: Callable[[int, int], None] | None = None,
-    checkpoints: Checkpoints | None = None,
-) -> Iterator[Token]:
-    """Tokens that continue a sequence's conversation after `prompt`, in an empty batch of its own.
-
-    Whenever a token has left, the conversation holds exactly what the user was given, so it may be dropped there and
-    taken over by another request. Ids of the prompt that the conversation holds already are in the sequence's history.
-    Prefill calls what `checkpoints` have at a number of rows once that many are in.
-    Raises ValueError for an empty prompt, max_tokens of 0 and proposals outside the vocabulary; RuntimeError, with the
-    position, for logits that are NaN or infinite.
-    """
-    if len(prompt) == 0:
-        raise ValueError("the prompt is empty: give at least one token")
-    if sequence.max_tokens == 0:
-        raise ValueError("max_tokens is 0: it must be at least 1, or -1 for no limit")
-    clock, conversation = time.perf_counter(), sequence.conversation
-    later = batch.choose(1) == 0
-    steps = prefill(batch.target, conversation, prompt, batch.drafter, prefill_step_size, checkpoints, later)
-    for step in steps:
-        if progress:
-            progress(step, len(prompt))
-        conversation.check(sequence.owner)
-    if progress:
-        progress(len(prompt), len(prompt))
-    sequence.history += prompt
-    sequence.stats.prefill_seconds += time.perf_counter() - clock
-    batch.join([sequence])
-    while not sequence.over:
-        for _, token in batch.round():
-            if token is None:
-                raise sequence.error
-            yield token

@@ -24,13 +24,13 @@ class Token:
 class Sequence:
     """What a batch decodes.
 
-    conversation: prefilled, its last prompt token pending, once it joins. history: the ids that logits processors see,
-    prompt and generated. owner: what `conversation.claim` gave, if it was claimed already.
+    conversation: prefilled, its last prompt token pending, once it joins; None before. history: the ids that logits
+    processors see, prompt and generated. owner: what `conversation.claim` gave.
     over: whether it has ended; its reader may end it by this after any token. error: what ended it, if it failed.
     began: seconds of the batch's when its decoding began.
     """
 
-    conversation: Conversation
+    conversation: Conversation | None
     policy: Policy
     history: list[int] = field(default_factory=list)
     stop_tokens: Collection[int] = ()
@@ -44,7 +44,7 @@ class Sequence:
 
     def __post_init__(self):
         self.reason = self.stats.reason
-        if self.owner is None:
+        if self.conversation is not None:
             self.owner = self.conversation.claim()
 
     @property

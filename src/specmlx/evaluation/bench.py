@@ -12,7 +12,7 @@ from specmlx.decoding.draft_length import FULL
 from specmlx.decoding.round import OnProposal
 from specmlx.decoding.stats import Stats, summed
 from specmlx.drafters.proposal import Drafter, Proposal
-from specmlx.generation.generate import Generation
+from specmlx.generation.scheduler import Scheduler
 
 PLAIN = "plain"
 
@@ -84,10 +84,11 @@ class AlwaysWrong:
 
 
 def answer(model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, **options: Any) -> Sample:
-    """Decode one prompt greedily, by options of `Generation`; nothing is under way on the device before and after."""
+    """Decode one prompt greedily, by options of `Scheduler`; nothing is under way on the device before and after."""
     mx.synchronize()
     begin, first, tokens, response = time.perf_counter(), 0.0, [], None
-    for response in Generation(model, tokenizer, prompt, max_tokens, **options).responses():
+    scheduler = Scheduler(model, tokenizer, **options)
+    for response in scheduler.answer(scheduler.request(prompt, max_tokens)):
         tokens.append(response.token)
         first = first or time.perf_counter() - begin
     mx.synchronize()

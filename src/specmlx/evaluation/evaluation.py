@@ -11,7 +11,8 @@ from specmlx.decoding.stats import Stats, summed
 from specmlx.drafters.proposal import Drafter, Proposal
 from specmlx.evaluation.chips import Chip
 from specmlx.evaluation.traffic import account
-from specmlx.generation.generate import Generation, stream_generate
+from specmlx.generation.generate import stream_generate
+from specmlx.generation.scheduler import Scheduler
 
 
 @dataclass
@@ -79,14 +80,14 @@ def evaluate(
 ) -> Iterator[tuple[str, Acceptance]]:
     """Answer every prompt plainly and with the drafter at full width; yields each prompt's category and sums.
 
-    Options are `stream_generate`'s; sampling needs a seed, or the two texts have nothing in common.
+    Options are `Scheduler.request`'s; sampling needs a seed, or the two texts have nothing in common.
     """
     for prompt, category in zip(prompts, categories, strict=True):
         alone = list(stream_generate(model, tokenizer, prompt, max_tokens, draft_model=None, **options))
         plain = [response.token for response in alone]
         confidences, ids, ends = _Confidences(), [], []
-        full = dict(draft_model=drafter, num_draft_tokens=drafter.max_width, on_proposal=confidences)
-        for response in Generation(model, tokenizer, prompt, max_tokens, **full, **options).responses():
+        scheduler = Scheduler(model, tokenizer, drafter, drafter.max_width, on_proposal=confidences)
+        for response in scheduler.answer(scheduler.request(prompt, max_tokens, **options)):
             ids.append(response.token)
             if response.stats.rounds > len(ends):
                 ends.append(0)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,24 +10,11 @@ import mlx.core as mx
 
 from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
-from specmlx.decoding.draft_length import FULL, AutoLength, LaneLengths
-from specmlx.decoding.policy import Policy
 from specmlx.decoding.processors import Processor
-from specmlx.decoding.sampling import plain_sampler
 from specmlx.decoding.stats import Stats
-from specmlx.decoding.stops import StopStrings
-from specmlx.drafters.proposal import Drafter
-from specmlx.formats.values import check
-from specmlx.generation.chat_turns import Turns, turns
-from specmlx.generation.draft_options import choose_drafter, choose_length
-from specmlx.generation.prompt_cache import open_cache
-from specmlx.generation.prompts import encode_prompt, wrapped_tokenizer
-from specmlx.generation.responses import GenerationResponse, Reply
-from specmlx.generation.scheduler import Job, Scheduler
-from specmlx.generation.threads import clear_streams_at_end
+from specmlx.generation.request import Request
+from specmlx.generation.scheduler import Scheduler
 from specmlx.loading.load import AUTO
-from specmlx.targets.any_lm import AnyLM
-from specmlx.targets.from_mlx_lm import as_target
 
 
 @dataclass
@@ -85,104 +72,6 @@ class BatchResponse:
     request_stats: list[Stats] = field(default_factory=list)
 
 
-class Jobs:
-    """Makes jobs for one model and drafter, and the scheduler that runs them."""
-
-    def __init__(self, model: Any, tokenizer: Any, draft_model: Any = AUTO, num_draft_tokens: int | str | None = AUTO):
-        self.model = as_target(model)
-        self.tokenizer = wrapped_tokenizer(tokenizer)
-        if self.model.sharding_group is not None:
-            raise ValueError("the model is split over several processes: they answer one request at a time")
-        num_draft_tokens = check("num_draft_tokens", num_draft_tokens)
-        self.drafter: Drafter | None
-        self.drafter, self._stats = choose_drafter(self.model, draft_model, num_draft_tokens, Policy())
-        unasked = self.drafter is not None and self.drafter is self.model.fallback
-        if unasked and isinstance(self.model, AnyLM) and num_draft_tokens in (AUTO, None):
-            # Rounds of requests that take turns can't be timed, and nobody asked for this drafter.
-            self.drafter = None
-            self._stats = Stats(mode="plain", reason=self.model.no_draft_reason)
-        self._caching, self._template = False, None
-        self.length = None if num_draft_tokens == FULL else num_draft_tokens
-        if self.drafter is not None and num_draft_tokens in (AUTO, None):
-            self.length = LaneLengths(self._length_of)
-            # The weights' fingerprints are taken now, not within a round.
-            self.length(1)
-
-    def _length_of(self, lanes: int) -> AutoLength:
-        return choose_length(self.model, self.drafter, AUTO, *([] if lanes == 1 else [f"{lanes} lanes"]))
-
-    def scheduler(
-        self,
-        kv_bits: int | str | None = None,
-        kv_group_size: int = 64,
-        quantized_kv_start: int = 5000,
-        **options: Any,
-    ) -> Scheduler:
-        """Options as `batch_generate`'s. Raises ValueError for those that can't be honoured."""
-        options |= {name: check(name, options[name]) for name in ("max_lanes", "prefill_step_size") if name in options}
-        kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
-        self._caching = options.get("prompt_cache") is not None
-        # Refused before any prompt runs.
-        open_cache(self.model, None, kv_format)
-        return Scheduler(self.model, self.drafter, self.length, kv_format=kv_format, **options)
-
-    def new(
-        self,
-        prompt: str | mx.array | Sequence[int],
-        max_tokens: int,
-        *,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = (),
-        sampler: Callable[[mx.array], mx.array] | None = None,
-        logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
-        emit: Callable[[GenerationResponse], None],
-        done: Callable[[Exception | None], None],
-    ) -> Job:
-        """A request, checked as `stream_generate` does. Raises ValueError."""
-        max_tokens = check("max_tokens", max_tokens)
-        ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size)
-        policy = Policy(plain_sampler(sampler), logits_processors, check("seed", seed))
-        stats = Stats(self._stats.mode, self._stats.reason or policy.reason)
-        stops = StopStrings(stop)
-        return Job(
-            ids=ids,
-            policy=policy,
-            reply=Reply(self.tokenizer, stops, len(ids), stats),
-            stats=stats,
-            emit=emit,
-            done=done,
-            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
-            max_tokens=max_tokens,
-            turns=self._turns() if self._caching else None,
-        )
-
-    def _turns(self) -> Turns:
-        if self._template is None:
-            self._template = turns(self.tokenizer)
-        return self._template
-
-
-class _Answer:
-    """One prompt's tokens, as they come in."""
-
-    def __init__(self, stop_tokens: frozenset[int], logprobs: bool):
-        self.text = ""
-        self.tokens: list[int] = []
-        self.logprobs: list[float] | None = [] if logprobs else None
-        self.error: Exception | None = None
-        self._stop_tokens = stop_tokens
-
-    def emit(self, response: GenerationResponse) -> None:
-        self.text += response.text
-        if response.token not in self._stop_tokens:
-            self.tokens.append(response.token)
-            if self.logprobs is not None:
-                self.logprobs.append(response.logprobs[response.token].item())
-
-    def done(self, error: Exception | None) -> None:
-        self.error = error
-
-
 def batch_generate(
     model: Any,
     tokenizer: Any,
@@ -222,51 +111,59 @@ def batch_generate(
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one text: give a list of them, or use generate")
-    jobs = Jobs(model, tokenizer, draft_model, num_draft_tokens)
-    scheduler = jobs.scheduler(
-        kv_bits,
-        kv_group_size,
-        quantized_kv_start,
-        max_kv_size=max_kv_size,
-        max_lanes=max_lanes,
-        prefill_step_size=prefill_step_size,
-        prompt_cache=_store(prompt_cache),
-        calibrate=calibrate,
+    scheduler = Scheduler(
+        model,
+        tokenizer,
+        draft_model,
+        num_draft_tokens,
+        max_lanes,
+        prefill_step_size,
+        prompt_cache,
+        max_kv_size,
+        KVFormat.read(kv_bits, kv_group_size, quantized_kv_start),
+        calibrate,
     )
     n = len(prompts)
     each = zip(
         prompts,
-        _per_prompt("max_tokens", max_tokens, n, (list, tuple)),
-        _per_prompt("sampler", sampler, n, (list, tuple)),
-        _per_prompt("seed", seed, n, (list, tuple)),
+        _per_prompt("max_tokens", max_tokens, n),
+        _per_prompt("seed", seed, n),
+        [stop] * n,
+        _per_prompt("sampler", sampler, n),
         _processors(logits_processors, n),
         strict=True,
     )
-    answers, queued = [], []
-    stop_tokens = frozenset(jobs.tokenizer.eos_token_ids)
-    for prompt, most, draw, number, processors in each:
-        answer = _Answer(stop_tokens, return_logprobs)
-        answers.append(answer)
-        queued.append(
-            jobs.new(
-                prompt,
-                most,
-                seed=number,
-                stop=stop,
-                sampler=draw,
-                logits_processors=processors,
-                emit=answer.emit,
-                done=answer.done,
-            )
-        )
-    stats = _run(scheduler, queued, verbose)
+    names = ("prompt", "max_tokens", "seed", "stop", "sampler", "logits_processors")
+    requests = [scheduler.request(**dict(zip(names, options, strict=True))) for options in each]
+    given: dict[Request, list[tuple[int, float | None]]] = {request: [] for request in requests}
+    clock = time.perf_counter()
+    for request, response in scheduler.run(requests):
+        if response.token not in request.stop_tokens:
+            logprob = response.logprobs[response.token].item() if return_logprobs else None
+            given[request].append((response.token, logprob))
+        if verbose and response.finish_reason:
+            over = sum(request.over for request in requests)
+            print(f"\r{over}/{n} prompts done", end="", file=sys.stderr, flush=True)
+    if verbose:
+        print(f"\r{n}/{n} prompts done", file=sys.stderr)
+    seconds = time.perf_counter() - clock
+    prompt_time = sum(request.stats.prefill_seconds for request in requests)
+    stats = BatchStats(
+        prompt_tokens=sum(len(request.ids) for request in requests),
+        cached_tokens=sum(request.cached_tokens for request in requests),
+        generation_tokens=sum(request.stats.generation_tokens for request in requests),
+        passes=scheduler.passes,
+        prompt_time=prompt_time,
+        generation_time=max(seconds - prompt_time, 0.0),
+        peak_memory=mx.get_peak_memory() / 1e9,
+    )
     response = BatchResponse(
-        [answer.text if answer.error is None else None for answer in answers],
+        [request.text if request.error is None else None for request in requests],
         stats,
-        token_ids=[answer.tokens for answer in answers] if return_token_ids else None,
-        logprobs=[answer.logprobs for answer in answers] if return_logprobs else None,
-        errors=[answer.error for answer in answers],
-        request_stats=[job.stats for job in queued],
+        token_ids=[[token for token, _ in tokens] for tokens in given.values()] if return_token_ids else None,
+        logprobs=[[logprob for _, logprob in tokens] for tokens in given.values()] if return_logprobs else None,
+        errors=[request.error for request in requests],
+        request_stats=[request.stats for request in requests],
     )
     if verbose:
         print(
@@ -278,48 +175,8 @@ def batch_generate(
     return response
 
 
-def _run(scheduler: Scheduler, jobs: Sequence[Job], verbose: bool) -> BatchStats:
-    from mlx_lm.generate import wired_limit
-
-    clear_streams_at_end()
-    for job in jobs:
-        scheduler.add(job)
-    clock = time.perf_counter()
-    with wired_limit(scheduler.model):
-        try:
-            while not scheduler.idle:
-                scheduler.fill()
-                scheduler.step()
-                if verbose:
-                    over = sum(job.over for job in jobs)
-                    print(f"\r{over}/{len(jobs)} prompts done", end="", file=sys.stderr, flush=True)
-        finally:
-            scheduler.close()
-    if verbose:
-        print(file=sys.stderr)
-    seconds = time.perf_counter() - clock
-    prompt_time = sum(job.stats.prefill_seconds for job in jobs)
-    return BatchStats(
-        prompt_tokens=sum(len(job.ids) for job in jobs),
-        cached_tokens=sum(job.reply.cached_tokens for job in jobs),
-        generation_tokens=sum(job.stats.generation_tokens for job in jobs),
-        passes=scheduler.passes,
-        prompt_time=prompt_time,
-        generation_time=max(seconds - prompt_time, 0.0),
-        peak_memory=mx.get_peak_memory() / 1e9,
-    )
-
-
-def _store(prompt_cache: Any) -> PromptCache | None:
-    if prompt_cache is None or isinstance(prompt_cache, PromptCache):
-        return prompt_cache
-    raise ValueError(
-        f"prompt_cache is a {type(prompt_cache).__name__}: a batch takes a PromptCache, which is for many prompts"
-    )
-
-
-def _per_prompt(name: str, value: Any, n: int, several: tuple[type, ...]) -> list[Any]:
-    if not isinstance(value, several):
+def _per_prompt(name: str, value: Any, n: int) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
         return [value] * n
     if len(value) != n:
         raise ValueError(f"{name} has {len(value)} entries for {n} prompts: give one for all, or one each")
@@ -330,7 +187,7 @@ def _processors(value: Any, n: int) -> list[Any]:
     if not value:
         return [None] * n
     if all(isinstance(one, (list, tuple)) or one is None for one in value):
-        return _per_prompt("logits_processors", value, n, (list, tuple))
+        return _per_prompt("logits_processors", value, n)
     if foreign := next((one for one in value if not isinstance(one, Processor)), None):
         raise ValueError(
             f"logits_processors holds a {type(foreign).__name__}, which may carry state: give a list of lists, "

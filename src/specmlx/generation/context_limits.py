@@ -1,8 +1,5 @@
 """How long a conversation may get: what doesn't fit is refused, never cut."""
 
-import warnings
-from typing import Any
-
 import mlx.core as mx
 
 from specmlx.cache.quantized import KVFormat
@@ -66,10 +63,3 @@ def check_memory(model: Model | AnyLM, tokens: int, kv_format: KVFormat | None =
             f"{tokens} more tokens need {needed / 1e9:.1f} GB for keys and values, {left / 1e9:.1f} GB "
             "are left: make it shorter, or keep them in fewer bits (kv_bits)"
         )
-
-
-def warn_if_full(limit: tuple[int, str], last: Any) -> None:
-    """Say that an answer ended because the conversation is full, where its last response is of that kind."""
-    if last.finish_reason == "length":
-        most, what = limit
-        warnings.warn(f"the answer ends here: the conversation has {most} tokens ({what})", stacklevel=4)

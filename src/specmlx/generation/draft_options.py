@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import warnings
 from collections.abc import Sequence as Ids
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from specmlx.decoding.loop import Batch, Sequence
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.prefill import prefill
 from specmlx.decoding.round import OnProposal
-from specmlx.decoding.stats import Stats
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter, Fingerprinted
@@ -32,9 +30,11 @@ from specmlx.targets.hybrid import Model
 _PROMPT = 128
 
 
-def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | str | None, policy: Policy):
-    """The drafter to use, or none, and the stats that say so."""
-    reason = policy.reason
+def choose_drafter(
+    model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | str | None
+) -> tuple[Drafter | None, str | None]:
+    """The drafter to use, or None, and what there is to say of that."""
+    reason = None
     if isinstance(draft_model, str) and draft_model == AUTO:
         drafter = model.draft_model
         if drafter is None:
@@ -47,15 +47,13 @@ def choose_drafter(model: Model | AnyLM, draft_model: Any, num_draft_tokens: int
         kind = type(drafter).__name__
         raise ValueError(f"draft_model is {drafter!r:.40}, of the kind {kind}: load it with specmlx.load_drafter")
     check_width(drafter, num_draft_tokens, reason)
-    if drafter is None:
-        return None, Stats(mode="plain", reason=reason)
     if isinstance(drafter, BlockDrafter | MTP) and drafter.target.embedding is not model.embedding:
         raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
-    if num_draft_tokens == 0:
-        return None, Stats(mode="plain", reason="num_draft_tokens is 0")
-    if drafter is model.fallback:
-        reason = policy.reason or f"prompt lookup drafts: {model.no_draft_reason}"
-    return drafter, Stats(mode="speculative", reason=reason or model.kernel_note)
+    if drafter is not None and num_draft_tokens == 0:
+        return None, "num_draft_tokens is 0"
+    if drafter is not None and drafter is model.fallback:
+        return drafter, f"prompt lookup drafts: {model.no_draft_reason}"
+    return drafter, model.kernel_note if drafter else reason
 
 
 def check_width(drafter: Drafter | None, num_draft_tokens: int | str | None, reason: str | None = None) -> None:
@@ -70,14 +68,8 @@ def check_width(drafter: Drafter | None, num_draft_tokens: int | str | None, rea
         raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
 
 
-def choose_length(
-    model: Any, drafter: Drafter | None, num_draft_tokens: int | str | None, *apart: str
-) -> int | AutoLength | None:
-    """What a batch takes for a `num_draft_tokens`; None is the drafter's most. What rounds take is kept `apart`."""
-    if drafter is None or num_draft_tokens == FULL:
-        return None
-    if num_draft_tokens != AUTO and num_draft_tokens is not None:
-        return num_draft_tokens
+def auto_length(model: Any, drafter: Drafter, *apart: str) -> AutoLength:
+    """What chooses the number of drafted tokens for each round; what rounds take is kept `apart`."""
     # A drafter of the user's is known by its name: if it has changed, rounds contradict what was kept.
     known = isinstance(drafter, Fingerprinted)
     name = drafter.fingerprint if known else f"{type(drafter).__module__}.{type(drafter).__qualname__}"
@@ -133,10 +125,3 @@ def measure(
             for _ in batch.round():
                 pass
     length.context = 0
-
-
-def warn_if_idle(stats: Stats, drafter: Drafter | None, length: int | AutoLength | None) -> None:
-    """Warn where a drafter that was to propose never did."""
-    asked = length.current if isinstance(length, AutoLength) else length != 0
-    if drafter is not None and asked and stats.rounds > 1 and stats.proposed == 0:
-        warnings.warn("the drafter was loaded but never proposed a token", stacklevel=4)

@@ -9,13 +9,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
 from specmlx.formats.values import check
-from specmlx.generation.batch import Jobs
 from specmlx.generation.context_limits import tokens_left
-from specmlx.generation.response_queue import Mailbox
-from specmlx.generation.responses import GenerationResponse
-from specmlx.generation.scheduler import Job
+from specmlx.generation.request import Request
+from specmlx.generation.response_queue import ResponseQueue
+from specmlx.generation.scheduler import Scheduler
 from specmlx.loading.load import AUTO
 
 # Seconds for which the end of the program waits for a callable of a request's.
@@ -24,43 +24,6 @@ PATIENCE = 5.0
 
 class QueueFull(RuntimeError):
     """The engine has as many requests waiting as it takes: try again later."""
-
-
-class Request:
-    """An answer that is being made: iterate over it, in a thread or with `async for`; leaving off cancels it."""
-
-    def __init__(self, mailbox: Mailbox, cancel: Callable[[], None]):
-        self._mailbox = mailbox
-        self._cancel = cancel
-
-    def __iter__(self) -> "Request":
-        return self
-
-    def __next__(self) -> GenerationResponse:
-        return self._mailbox.get()
-
-    def __aiter__(self) -> "Request":
-        return self
-
-    async def __anext__(self) -> GenerationResponse:
-        return await self._mailbox.get_async()
-
-    def text(self) -> str:
-        """Wait for the whole text. Raises what ended the request."""
-        return "".join(response.text for response in self)
-
-    def cancel(self) -> None:
-        """End the request at the engine's next step; responses that are there can still be read."""
-        self._cancel()
-
-    close = cancel
-
-    async def aclose(self) -> None:
-        self._cancel()
-
-    def __del__(self) -> None:
-        if not self._mailbox.ended:
-            self._cancel()
 
 
 class Engine:
@@ -97,20 +60,21 @@ class Engine:
         calibrate: bool = True,
     ):
         max_waiting = check("max_waiting", max_waiting)
-        self._jobs = Jobs(model, tokenizer, draft_model, num_draft_tokens)
-        self._scheduler = self._jobs.scheduler(
-            kv_bits,
-            kv_group_size,
-            quantized_kv_start,
-            max_kv_size=max_kv_size,
-            max_lanes=max_lanes,
-            prefill_step_size=prefill_step_size,
-            prompt_cache=prompt_cache,
-            calibrate=calibrate,
+        self._scheduler = Scheduler(
+            model,
+            tokenizer,
+            draft_model,
+            num_draft_tokens,
+            max_lanes,
+            prefill_step_size,
+            prompt_cache,
+            max_kv_size,
+            KVFormat.read(kv_bits, kv_group_size, quantized_kv_start),
+            calibrate,
         )
         self.max_waiting = max_waiting
         self._changed = threading.Condition()
-        self._new: list[Job] = []
+        self._new: list[Request] = []
         self._closing = False
         self._calling = False
         self._process = os.getpid()
@@ -127,7 +91,7 @@ class Engine:
         stop: str | Sequence[str] | None = (),
         sampler: Callable[[mx.array], mx.array] | None = None,
         logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] | None = None,
-    ) -> Request:
+    ) -> ResponseQueue:
         """Queue a request; options as `stream_generate`'s. May be called from any thread.
 
         Raises ValueError for a bad option or prompt (one that is too long, too), QueueFull, and RuntimeError once the
@@ -135,28 +99,26 @@ class Engine:
         """
         if os.getpid() != self._process:
             raise RuntimeError(f"the engine runs in process {self._process}, before the fork: make a new one here")
-        mailbox = Mailbox()
-        job = self._jobs.new(
+        request = self._scheduler.request(
             prompt,
             max_tokens,
             seed=seed,
             stop=stop,
             sampler=sampler,
             logits_processors=logits_processors,
-            emit=mailbox.put,
-            done=mailbox.end,
         )
-        job.policy.call = self._call
-        tokens_left(self._scheduler.limit, len(job.ids))
+        request.policy.call = self._call
+        tokens_left(self._scheduler.limit, len(request.ids))
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed: make a new one")
             waiting = len(self._new) + self._scheduler.waiting
             if waiting >= self.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already (max_waiting): try again later")
-            self._new.append(job)
+            responses = ResponseQueue(request)
+            self._new.append(request)
             self._changed.notify()
-        return Request(mailbox, lambda: self._cancel(job))
+        return responses
 
     def close(self) -> None:
         """Cancel what is left, and wait for the worker to end. May be called more than once."""
@@ -200,32 +162,32 @@ class Engine:
         finally:
             self._calling = False
 
-    def _cancel(self, job: Job) -> None:
-        # Without the lock: it may be called by the garbage collector, wherever the thread is.
-        job.cancelled = True
-
     def _work(self) -> None:
         scheduler = self._scheduler
         try:
             while True:
                 with self._changed:
                     self._changed.wait_for(lambda: self._new or self._closing or not scheduler.idle)
-                    new, self._new = self._new, []
                     closing = self._closing
-                for job in new:
-                    scheduler.add(job)
+                self._add_new()
                 if closing:
-                    scheduler.fail(RuntimeError("the engine was closed"))
+                    scheduler.close(RuntimeError("the engine was closed"))
                     return
-                scheduler.step()
+                for request, response in scheduler.step():
+                    if queue := request.queue():
+                        queue.put(response)
         except BaseException as error:
             with self._changed:
                 self._closing = True
-                new, self._new = self._new, []
-            for job in new:
-                scheduler.add(job)
-            scheduler.fail(RuntimeError(f"the engine's worker ended: {error}"))
+            self._add_new()
+            scheduler.close(RuntimeError(f"the engine's worker ended: {error}"))
             raise
         finally:
             # What this thread compiled dies with its streams, before the interpreter does.
             mx.clear_streams()
+
+    def _add_new(self) -> None:
+        with self._changed:
+            new, self._new = self._new, []
+        for request in new:
+            self._scheduler.add(request)

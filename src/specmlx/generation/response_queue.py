@@ -3,45 +3,60 @@
 import asyncio
 import os
 import threading
+import weakref
 from collections import deque
-from typing import Any
+from contextlib import suppress
+
+from specmlx.generation.request import Request
+from specmlx.generation.responses import GenerationResponse
 
 
-class Mailbox:
-    """A queue with one end: items, then None or an exception. One reader, which may wait in a thread or in asyncio."""
+class ResponseQueue:
+    """An answer that is being made: iterate over it, in a thread or with `async for`; leaving off cancels it.
 
-    def __init__(self) -> None:
+    It has one reader. The worker holds it weakly, as `request.queue()`.
+    """
+
+    def __init__(self, request: Request):
+        self._request = request
         self._condition = threading.Condition()
-        self._items: deque[Any] = deque()
-        self._ended = False
+        self._responses: deque[GenerationResponse] = deque()
         self._error: Exception | None = None
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
         self._process = os.getpid()
+        self.ended = False
+        request.queue = queue = weakref.ref(self, lambda _: setattr(request, "cancelled", True))
+        request.on_end = lambda error: queue() and queue().put(None, error)
 
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
-    def put(self, item: Any) -> None:
+    def put(self, response: GenerationResponse | None, error: Exception | None = None) -> None:
+        """One more, or None: no more. The reader gets those that are there first, then the error, if any."""
         with self._condition:
-            self._items.append(item)
-            self._wake()
+            if response is None:
+                self.ended, self._error = True, error
+            else:
+                self._responses.append(response)
+            self._condition.notify_all()
+            if self._waiter is not None:
+                (loop, future), self._waiter = self._waiter, None
+                # The loop may have been closed meanwhile: nobody waits there any more.
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
 
-    def end(self, error: Exception | None = None) -> None:
-        """No more items; the reader gets those that are there first, then the error, if any."""
-        with self._condition:
-            self._ended, self._error = True, error
-            self._wake()
+    def __iter__(self) -> "ResponseQueue":
+        return self
 
-    def get(self) -> Any:
-        """Wait for the next item. Raises StopIteration at the end, what ended it, or RuntimeError after a fork."""
+    def __next__(self) -> GenerationResponse:
+        """Wait for the next response. Raises what ended the request, or RuntimeError after a fork."""
         self._check_process()
         with self._condition:
             self._condition.wait_for(self._ready)
             return self._pop(StopIteration)
 
-    async def get_async(self) -> Any:
-        """`get` without holding a thread. Raises StopAsyncIteration at the end."""
+    def __aiter__(self) -> "ResponseQueue":
+        return self
+
+    async def __anext__(self) -> GenerationResponse:
+        """The same without holding a thread."""
         self._check_process()
         while True:
             with self._condition:
@@ -52,31 +67,27 @@ class Mailbox:
                 self._waiter = (loop, future)
             await future
 
+    def text(self) -> str:
+        """Wait for the whole text. Raises what ended the request."""
+        return "".join(response.text for response in self)
+
+    def cancel(self) -> None:
+        """End the request at the engine's next step; responses that are there can still be read."""
+        self._request.cancelled = True
+
+    close = cancel
+
+    async def aclose(self) -> None:
+        self.cancel()
+
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(f"this request runs in process {self._process}, before the fork: nothing comes in here")
 
     def _ready(self) -> bool:
-        return bool(self._items) or self._ended
+        return bool(self._responses) or self.ended
 
-    def _pop(self, end: type[Exception]) -> Any:
-        if self._items:
-            return self._items.popleft()
-        if self._error is not None:
-            raise self._error
-        raise end
-
-    def _wake(self) -> None:
-        self._condition.notify_all()
-        if self._waiter is not None:
-            (loop, future), self._waiter = self._waiter, None
-            try:
-                loop.call_soon_threadsafe(_resolve, future)
-            except RuntimeError:
-                # The loop has been closed meanwhile: nobody waits there any more.
-                pass
-
-
-def _resolve(future: asyncio.Future) -> None:
-    if not future.done():
-        future.set_result(None)
+    def _pop(self, end: type[Exception]) -> GenerationResponse:
+        if self._responses:
+            return self._responses.popleft()
+        raise self._error or end

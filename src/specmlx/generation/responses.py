@@ -1,13 +1,10 @@
-"""What a request gets back: its tokens as text, one response each."""
+"""What a request gets back: a response for each token."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
-from specmlx.decoding.sequence import Token
 from specmlx.decoding.stats import Stats
-from specmlx.decoding.stops import StopStrings
 
 
 @dataclass
@@ -41,50 +38,6 @@ class GenerationResponse:
     finish_reason: str | None = None
     stats: Stats | None = None
     cached_tokens: int = 0
-
-
-class Reply:
-    """Makes responses of a request's tokens: text without half characters, cut at a stop string.
-
-    tokenizer: a TokenizerWrapper of mlx_lm's. `answer` is the text so far.
-    """
-
-    def __init__(self, tokenizer: Any, stops: StopStrings, prompt_tokens: int, stats: Stats, cached_tokens: int = 0):
-        self._detokenizer = tokenizer.detokenizer
-        self._stops = stops
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = cached_tokens
-        self.stats = stats
-        self.answer = ""
-
-    def feed(self, token: Token) -> GenerationResponse:
-        """The response of the next token; the last one has a finish reason, and all text that was held back."""
-        finish = token.finish_reason
-        if finish != "stop":
-            self._detokenizer.add_token(token.id)
-        if finish:
-            self._detokenizer.finalize()
-        text = self._stops.feed(self._detokenizer.last_segment)
-        if self._stops.stopped:
-            finish = "stop"
-        elif finish:
-            text += self._stops.flush()
-        self.answer += text
-        stats = self.stats
-        return GenerationResponse(
-            text=text,
-            token=token.id,
-            logprobs=token.logprobs,
-            from_draft=token.from_draft,
-            prompt_tokens=self.prompt_tokens,
-            prompt_tps=(self.prompt_tokens - self.cached_tokens) / max(stats.prefill_seconds, 1e-9),
-            generation_tokens=stats.generation_tokens,
-            generation_tps=stats.generation_tokens / max(stats.decode_seconds, 1e-9),
-            peak_memory=mx.get_peak_memory() / 1e9,
-            finish_reason=finish,
-            stats=stats.snapshot(),
-            cached_tokens=self.cached_tokens,
-        )
 
 
 def summary(response: GenerationResponse) -> str:

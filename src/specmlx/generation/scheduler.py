@@ -1,101 +1,40 @@
 """Which request runs next: prompts are taken in one step at a time, between the rounds of those that decode."""
 
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
-import mlx.core as mx
-
-from specmlx.cache.conversation import Conversation
-from specmlx.cache.layers import LayerStates
-from specmlx.cache.quantized import KVFormat
-from specmlx.cache.store import PromptCache
-from specmlx.decoding.draft_length import LaneLengths
-from specmlx.decoding.loop import Batch, Sequence, Token
-from specmlx.decoding.policy import Policy
+from specmlx.decoding.loop import Batch
 from specmlx.decoding.prefill import prefill
-from specmlx.decoding.stats import Stats
-from specmlx.drafters.proposal import Drafter
-from specmlx.generation.chat_turns import Turns
-from specmlx.generation.context_limits import check_memory, context_limit, tokens_left, warn_if_full
+from specmlx.decoding.sequence import Token
+from specmlx.decoding.timer import DETOKENIZE, Timer
+from specmlx.generation.context_limits import check_memory, context_limit, tokens_left
 from specmlx.generation.draft_options import measure
-from specmlx.generation.prompt_cache import open_cache
-from specmlx.generation.responses import GenerationResponse, Reply
+from specmlx.generation.prompt_cache import close_cache, open_cache
+from specmlx.generation.request import Request
+from specmlx.generation.responses import GenerationResponse
 from specmlx.generation.reuse import Reuse
+from specmlx.generation.settings import Settings
+from specmlx.generation.threads import clear_streams_at_end
+from specmlx.parallel.broadcast import ASKED, SharedLength, from_first, nobodys_noise, what_is_asked
+from specmlx.parallel.group import agreed
 
-ALONE = "this model's state can't hold several lanes: requests take turns"
+TURNS = "this model's state can't hold several lanes: requests take turns"
 # Rounds of requests that take turns can't be timed.
-ALONE_FULL = f"{ALONE}, with as many drafted tokens as there can be"
+TURNS_FULL = f"{TURNS}, with as many drafted tokens as there can be"
 
 
-@dataclass(eq=False)
-class Job:
-    """A request on its way. `emit` gets its responses, `done` what ended it: None or an exception; once, at the end.
-
-    Setting `cancelled` ends it at the next step, without a word more. `limit`: how long the conversation may get and
-    what says so, where that is what `max_tokens` comes from. `turns`: where there is a prompt cache.
-    """
-
-    ids: list[int]
-    policy: Policy
-    reply: Reply
-    stats: Stats
-    emit: Callable[[GenerationResponse], None]
-    done: Callable[[Exception | None], None]
-    stop_tokens: frozenset[int]
-    max_tokens: int
-    turns: Turns | None = None
-    cancelled: bool = False
-    over: bool = False
-    limit: tuple[int, str] | None = None
-    conversation: Conversation | None = None
-    reuse: Reuse | None = None
-    steps: Iterator | None = None
-    sequence: Sequence | None = None
-    batch: Batch | None = None
-    resources: ExitStack = field(default_factory=ExitStack)
-
-    def deliver(self, token: Token) -> bool:
-        """Turn a token into a response; True if the request is over with it."""
-        response = self.reply.feed(token)
-        self.emit(response)
-        if self.limit:
-            warn_if_full(self.limit, response)
-        return response.finish_reason is not None or self.cancelled
-
-
-class Scheduler:
+class Scheduler(Settings):
     """Up to `max_lanes` requests decode together; the others wait in order. Not thread-safe: one thread drives it."""
 
-    def __init__(
-        self,
-        model: Any,
-        drafter: Drafter | None,
-        length: int | LaneLengths | None,
-        *,
-        max_lanes: int = 8,
-        prefill_step_size: int = 2048,
-        prompt_cache: PromptCache | None = None,
-        max_kv_size: int | None = None,
-        kv_format: KVFormat | None = None,
-        calibrate: bool = True,
-    ):
-        self.model, self.drafter = model, drafter
-        self.length = length
-        self.max_lanes = max_lanes
-        self.prefill_step_size = prefill_step_size
-        self.prompt_cache = prompt_cache
-        self.limit = context_limit(model, max_kv_size)
-        self.kv_format, self.calibrate = kv_format, calibrate
-        # See `generation.Generation`.
-        self.lookahead = mx.default_device() != mx.cpu
-        self.together = isinstance(model.new_states(), LayerStates)
-        self._waiting: deque[Job] = deque()
-        self._prefilling: Job | None = None
-        self._running: list[Job] = []
+    def __post_init__(self):
+        super().__post_init__()
+        self._waiting: deque[Request] = deque()
+        self._prefilling: Request | None = None
+        self._running: list[Request] = []
         # One for each stage of the keys' format; where requests take turns, one for each of them.
         self._batches: dict[Any, Batch] = {}
         self._passes = 0
@@ -114,69 +53,84 @@ class Scheduler:
     def idle(self) -> bool:
         return not (self._waiting or self._prefilling or self._running)
 
-    def add(self, job: Job) -> None:
-        self._waiting.append(job)
+    def add(self, request: Request) -> None:
+        self._waiting.append(request)
+
+    def answer(self, request: Request) -> Iterator[GenerationResponse]:
+        """Answer one request, here: a response for each token. Raises what ended it."""
+        for _, response in self.run([request]):
+            yield response
+        if request.error:
+            raise request.error
+
+    def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, GenerationResponse]]:
+        """Answer requests, here: a response for each token, with its request. Leaving off drops what is left."""
+        from mlx_lm.generate import wired_limit
+
+        clear_streams_at_end()
+        self._waiting.extend(requests)
+        with wired_limit(self.model):
+            try:
+                while not self.idle:
+                    self.fill()
+                    yield from self.step()
+            finally:
+                self.close()
 
     def fill(self) -> None:
         """Take in prompts until no more can decode together."""
         while self._prefilling or self._may_begin:
             self._sweep()
-            self._admit()
-            if self._prefilling:
-                self._take_in(self._prefilling)
+            self._take_in()
 
-    def step(self) -> None:
+    def step(self) -> Iterator[tuple[Request, GenerationResponse]]:
         """One step of a prompt that is being taken in, if there is one, and one round of all that decode."""
         self._sweep()
-        self._admit()
-        if self._prefilling:
-            self._take_in(self._prefilling)
-        if self._running:
-            self._decode()
+        self._take_in()
+        for request in self._running:
+            self._place(request)
+        for key, batch in [*self._batches.items()]:
+            requests = [request for request in self._running if request.batch is batch]
+            try:
+                for request, token in batch.round() if requests else ():
+                    if token is not None and (response := self._respond(request, token)):
+                        yield request, response
+            except Exception as error:
+                self._drop(key)
+                for request in requests:
+                    self._running.remove(request)
+                    self._end(request, error)
+                continue
+            self._retire([request for request in requests if request.over])
 
-    def close(self) -> None:
-        """Drop every request without a word more."""
-        self._close(None)
-
-    def fail(self, error: Exception) -> None:
-        """End every request with an error."""
-        self._close(error)
-
-    def _close(self, error: Exception | None) -> None:
-        jobs = [*self._waiting, *([self._prefilling] if self._prefilling else []), *self._running]
+    def close(self, error: Exception | None = None) -> None:
+        """End every request, with an error or without a word more."""
+        requests = [*self._waiting, *([self._prefilling] if self._prefilling else []), *self._running]
         self._waiting.clear()
         self._prefilling, self._running = None, []
         for key in [*self._batches]:
             self._drop(key)
-        for job in jobs:
-            job.cancelled = True
-            self._end(job, error)
+        for request in requests:
+            request.cancelled = True
+            self._end(request, error)
 
     def _drop(self, key: Any) -> None:
         self._passes += self._batches.pop(key).rounds
-        if isinstance(self.length, LaneLengths):
+        # What a profiled round takes, others don't.
+        if self.auto and not self.profile:
             self.length.keep()
 
     def _sweep(self) -> None:
-        for job in [job for job in self._waiting if job.cancelled]:
-            self._waiting.remove(job)
-            self._end(job)
+        for request in [request for request in self._waiting if request.cancelled]:
+            self._waiting.remove(request)
+            self._end(request)
         if self._prefilling and self._prefilling.cancelled:
-            job, self._prefilling = self._prefilling, None
-            self._end(job)
-        cancelled = [job for job in self._running if job.cancelled]
-        for job in cancelled:
-            job.sequence.over = True
+            request, self._prefilling = self._prefilling, None
+            self._end(request)
+        cancelled = [request for request in self._running if request.cancelled]
+        for request in cancelled:
+            request.over = True
         self._retire(cancelled)
-
-    def _admit(self) -> None:
-        if self._may_begin:
-            self._prefilling = job = self._waiting.popleft()
-            try:
-                self._begin(job)
-            except Exception as error:
-                self._prefilling = None
-                self._end(job, error)
 
     @property
     def _may_begin(self) -> bool:
@@ -184,128 +138,185 @@ class Scheduler:
         if self._prefilling or not self._waiting or len(self._running) >= self.max_lanes:
             return False
         # Lanes' keys are in one buffer, which is as long for each as the longest needs it.
-        rows = [len(self._waiting[0].ids), *(len(job.conversation.processed) for job in self._running)]
+        rows = [len(self._waiting[0].ids), *(len(request.conversation.processed) for request in self._running)]
         try:
             check_memory(self.model, len(rows) * max(rows), self.kv_format)
         except ValueError:
             return not self._running
         return True
 
-    def _begin(self, job: Job) -> None:
-        left = tokens_left(self.limit, len(job.ids))
-        check_memory(self.model, len(job.ids), self.kv_format)
-        if left is not None and not 0 < job.max_tokens <= left:
-            job.max_tokens, job.limit = left, self.limit
-        if self.prompt_cache is not None:
-            prompts, turns = self.prompt_cache, job.turns
-            job.reuse = Reuse(job.resources, prompts, self.model, turns, self.drafter, job.ids, self.kv_format)
-        job.conversation = open_cache(self.model, job.reuse and job.reuse.conversation, self.kv_format)
-        cached = job.reuse.length if job.reuse else 0
-        job.reply.cached_tokens = cached
+    def _take_in(self) -> None:
+        """Begin with the next request, if it may, and run one step of the prompt of the one that has begun."""
+        may_begin = self._may_begin
+        if may_begin:
+            self._prefilling = self._waiting.popleft()
+        if not (request := self._prefilling):
+            return
+        try:
+            if may_begin:
+                self._begin(request)
+            clock, total = time.perf_counter(), len(request.ids)
+            done = next(request.steps, None)
+            if request.progress:
+                request.progress(total if done is None else request.cached_tokens + done, total)
+            request.conversation.check(request.owner)
+            request.stats.prefill_seconds += time.perf_counter() - clock
+        except Exception as error:
+            self._prefilling = None
+            self._end(request, error)
+            return
+        if done is None:
+            self._prefilling = None
+            self._running.append(request)
+            if self.auto and not self.alone:
+                self.length.join(total)
+
+    def _begin(self, request: Request) -> None:
+        model, group = self.model, self.model.sharding_group
+        with agreed(group, *ASKED) as asked:
+            self._open(request)
+            if group is not None:
+                limits = (request.max_tokens, self.prefill_step_size, self.kv_format, self.lookahead)
+                stop = (sorted(request.stop_tokens), list(request.stops.stops))
+                ids = [*request.conversation.tokens, *request.ids]
+                asked |= what_is_asked(ids, request.policy, self.drafter, self.length, stop, limits)
+        if group is not None and request.policy.seed is None:
+            request.policy = request.policy.with_noise(nobodys_noise(group))
+        request.owner = request.conversation.claim()
         if not self.together:
-            auto = isinstance(self.length, LaneLengths)
-            job.stats.reason = ALONE_FULL if auto and self.drafter else ALONE
-        elif isinstance(self.length, LaneLengths) and not self._running:
-            self._measure(job.ids)
-        checkpoints = job.reuse and job.reuse.checkpoints
-        job.steps = prefill(
-            self.model, job.conversation, job.ids[cached:], self.drafter, self.prefill_step_size, checkpoints
+            request.reason = request.stats.reason = TURNS_FULL if self.auto else TURNS
+        elif self.auto and not self._running:
+            self._measure(request)
+        later = self.alone and self._batch(request).choose(1) == 0
+        request.steps = prefill(
+            model,
+            request.conversation,
+            request.ids[request.cached_tokens :],
+            self.drafter,
+            self.prefill_step_size,
+            request.reuse and request.reuse.checkpoints,
+            later,
         )
 
-    def _measure(self, prompt: list[int]) -> None:
+    def _measure(self, request: Request) -> None:
         """Before the first of several requests: what rounds of so many take, and of as many as there were before."""
+        if self.alone:
+            if self.calibrate:
+                measure(self.model, self.drafter, self.length, request.ids, 1, self.lookahead, self.on_proposal)
+            self.length.context = len(request.conversation.tokens) + len(request.ids) - request.cached_tokens
+            return
         together = self.length(min(self.max_lanes, 1 + len(self._waiting)))
         for lanes, length in self.length.lengths.items():
             if self.calibrate and (length is together or length.context):
-                measure(self.model, self.drafter, length, prompt, lanes, self.lookahead)
+                measure(self.model, self.drafter, length, request.ids, lanes, self.lookahead)
         self.length.keep()
 
-    def _take_in(self, job: Job) -> None:
-        clock = time.perf_counter()
-        try:
-            more = next(job.steps, None) is not None
-            job.stats.prefill_seconds += time.perf_counter() - clock
-            if more:
-                return
-        except Exception as error:
-            self._prefilling = None
-            self._end(job, error)
-            return
-        job.sequence = Sequence(job.conversation, job.policy, list(job.ids), job.stop_tokens, job.max_tokens, job.stats)
-        self._prefilling = None
-        self._running.append(job)
-        if isinstance(self.length, LaneLengths):
-            self.length.join(len(job.ids))
+    def _open(self, request: Request) -> None:
+        """Find the conversation that the request goes on with, and how long it may get."""
+        model, ids, cache = self.model, request.ids, self.prompt_cache
+        if self.caching:
+            tokens_left(self.limit, len(ids))
+            check_memory(model, len(ids), self.kv_format)
+            request.reuse = Reuse(request.resources, cache, model, self.turns, self.drafter, ids, self.kv_format)
+            cache, request.cached_tokens = request.reuse.conversation, request.reuse.length
+        request.conversation = conversation = open_cache(model, cache, self.kv_format)
+        limit = context_limit(model, self.max_kv_size, conversation.max_kv_size)
+        total = len(conversation.tokens) + len(ids) - request.cached_tokens
+        left = tokens_left(limit, total)
+        check_memory(model, total - len(conversation.processed), self.kv_format)
+        if left is not None and not 0 < request.max_tokens <= left:
+            request.max_tokens, request.limit = left, limit
 
-    def _decode(self) -> None:
-        """A round for each batch, of those that have just come in too."""
-        for job in self._running:
-            self._place(job)
-        for key, batch in [*self._batches.items()]:
-            jobs = {job.sequence: job for job in self._running if job.batch is batch}
-            try:
-                for sequence, token in batch.round() if jobs else ():
-                    if token is not None:
-                        self._deliver(jobs[sequence], token)
-            except Exception as error:
-                self._drop(key)
-                for job in jobs.values():
-                    self._running.remove(job)
-                    self._end(job, error)
-                continue
-            self._retire([job for sequence, job in jobs.items() if sequence.over])
-
-    def _place(self, job: Job) -> None:
-        """Have a job in the batch that it belongs to: one changes over where its keys begin to be quantized."""
-        key = None
+    def _batch(self, request: Request) -> Batch:
+        """The batch that a request belongs to now: it changes over where its keys begin to be quantized."""
+        key, length, group = None, self.length, self.model.sharding_group
         if not self.together:
-            key = job.sequence
-        elif self.kv_format is not None:
-            key = len(job.conversation.processed) >= self.kv_format.start
+            key, length = request, None if self.auto else length
+        elif self.kv_format is not None and not self.alone:
+            key = len(request.conversation.processed) >= self.kv_format.start
         if key not in self._batches:
-            alone_full = not self.together and isinstance(self.length, LaneLengths)
-            length = None if self.drafter is None or alone_full else self.length
-            self._batches[key] = Batch(self.model, self.drafter, length, lookahead=self.lookahead)
-        if job.batch is self._batches[key]:
-            return
-        if job.batch is not None:
-            job.batch.part(job.sequence)
-        job.batch = self._batches[key]
-        job.batch.join([job.sequence])
+            self._batches[key] = Batch(
+                self.model,
+                self.drafter,
+                SharedLength(length, group) if group is not None and self.auto else length,
+                lookahead=self.lookahead,
+                timer=Timer(request.stats) if self.profile else None,
+                decide=None if group is None else partial(from_first, group),
+                on_proposal=self.on_proposal,
+            )
+        return self._batches[key]
 
-    def _deliver(self, job: Job, token: Token) -> None:
+    def _place(self, request: Request) -> None:
+        batch = self._batch(request)
+        if request.batch is not batch:
+            if request.batch is not None:
+                request.batch.part(request)
+            request.batch = batch
+            batch.join([request])
+
+    def _respond(self, request: Request, token: Token) -> GenerationResponse | None:
+        """The response of a token that has left, None where the request fails with it."""
+        timer = request.batch.timer
         try:
-            job.sequence.over |= job.deliver(token)
+            if timer:
+                timer.start()
+            response = request.respond(token)
+            if timer:
+                timer.lap(DETOKENIZE)
         except Exception as error:
-            job.sequence.fail(error)
+            request.fail(error)
+            return None
+        request.over |= request.cancelled
+        if response.finish_reason:
+            request.over = True
+            if timer:
+                timer.finish()
+                response.stats = request.stats.snapshot()
+            self._finished(request, response)
+        return response
 
-    def _retire(self, jobs: list[Job]) -> None:
-        for job in jobs:
-            self._running.remove(job)
-            if self.prompt_cache is not None and job.batch is not None:
-                job.batch.part(job.sequence)
-        for batch in {job.batch for job in jobs if job.batch is not None}:
+    def _finished(self, request: Request, last: GenerationResponse) -> None:
+        """Say what its user has to know of a request that came to its end."""
+        stats, drafter = request.stats, self.drafter
+        # What nobody asked for may find nothing.
+        if self.alone and drafter not in (None, self.model.fallback) and stats.rounds > 1 and stats.proposed == 0:
+            if not self.auto or self.length.current:
+                warnings.warn("the drafter was loaded but never proposed a token", stacklevel=6)
+        if drafter is not None:
+            self.model.count_first(drafter, stats.proposed, stats.first_accepted)
+        if request.limit and last.finish_reason == "length":
+            most, what = request.limit
+            warnings.warn(f"the answer ends here: the conversation has {most} tokens ({what})", stacklevel=6)
+
+    def _retire(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._running.remove(request)
+            if self.caching and request.batch is not None:
+                request.batch.part(request)
+        for batch in {request.batch for request in requests if request.batch is not None}:
             batch.settle()
-        for job in jobs:
-            if not self.together and job.batch is not None:
-                self._drop(job.sequence)
-            self._end(job, job.sequence.error)
+        for request in requests:
+            if request.batch is not None and (self.alone or not self.together):
+                self._drop(next(key for key, batch in self._batches.items() if batch is request.batch))
+            self._end(request, request.error)
 
-    def _end(self, job: Job, error: Exception | None = None) -> None:
-        if job.over:
+    def _end(self, request: Request, error: Exception | None = None) -> None:
+        if request.ended:
             return
-        job.over = True
+        request.ended, request.error = True, error
+        request.batch = request.steps = None
+        conversation, reuse = request.conversation, request.reuse
         try:
-            if job.reuse is not None and error is None and not job.cancelled:
-                job.reuse.answered(job.reply.answer)
+            if conversation is not None and conversation.owned_by(request.owner):
+                conversation.settle()
+                close_cache(self.model, self.prompt_cache, conversation, request.owner)
+            if reuse is not None and error is None and (self.alone or not request.cancelled):
+                reuse.answered(request.text)
         except Exception as failure:
-            error = error or failure
+            request.error = error or failure
         finally:
-            job.resources.close()
-            job.batch = job.steps = None
-            if job.reuse is None:
-                # The job may be held for its figures, long after.
-                job.conversation = job.sequence = None
-            if self.drafter is not None and error is None:
-                self.model.count_first(self.drafter, job.stats.proposed, job.stats.first_accepted)
-            job.done(error)
+            request.resources.close()
+            if reuse is None:
+                # The request may be kept for its figures, long after.
+                request.conversation = None
+            request.on_end(request.error)

@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from specmlx.decoding.sampling import make_sampler
-from specmlx.generation.batch import Jobs
+from specmlx.generation.request import Request
+from specmlx.generation.scheduler import Scheduler
 from specmlx.training.dataset import Row
 from specmlx.training.settings import Settings
 
@@ -55,8 +56,8 @@ class Answers:
         settings: Settings,
         max_lanes: int = 16,
     ):
-        self.jobs = Jobs(model, tokenizer, draft_model=None)
-        self.path, self.settings, self.max_lanes = path, settings, max_lanes
+        self.scheduler = Scheduler(model, tokenizer, draft_model=None, max_lanes=max_lanes)
+        self.path, self.settings = path, settings
         self.sampler = make_sampler(settings.temp) if settings.temp else None
         self.seconds, self.made = 0.0, 0
         self._known: dict[str, Dialogue | str] = dict(_read(path))
@@ -85,30 +86,21 @@ class Answers:
         return [sequence for sequence in found if isinstance(sequence, Dialogue)]
 
     def _make(self, rows: Sequence[Row]) -> list[Dialogue | str]:
-        s, scheduler = self.settings, self.jobs.scheduler(max_lanes=self.max_lanes)
-        prompts = [row.ids(self.jobs.tokenizer, s.chat_template_config) for row in rows]
+        s, scheduler = self.settings, self.scheduler
+        prompts = [row.ids(scheduler.tokenizer, s.chat_template_config) for row in rows]
         answers: list[list[int]] = [[] for _ in rows]
-        failures: list[Exception] = []
+        requests: dict[Request, list[int]] = {}
         for row, prompt, answer in zip(rows, prompts, answers, strict=True):
             room = s.max_length + 1 - len(prompt)
             room = room if s.max_tokens < 0 else min(s.max_tokens, room)
             if row.text is not None or room < 1:
                 continue
-            scheduler.add(
-                self.jobs.new(
-                    prompt,
-                    room,
-                    seed=(s.seed << 64) + int(row.key, 16) if self.sampler else None,
-                    sampler=self.sampler,
-                    emit=lambda response, answer=answer: answer.append(response.token),
-                    done=lambda error: failures.append(error) if error else None,
-                )
-            )
-        while not scheduler.idle:
-            scheduler.fill()
-            scheduler.step()
+            seed = (s.seed << 64) + int(row.key, 16) if self.sampler else None
+            requests[scheduler.request(prompt, room, seed=seed, sampler=self.sampler)] = answer
+        for request, response in scheduler.run(requests):
+            requests[request].append(response.token)
         mx.clear_cache()
-        if failures:
+        if failures := [request.error for request in requests if request.error]:
             raise failures[0]
         return [self._sequence(*made) for made in zip(rows, prompts, answers, strict=True)]
 
