@@ -23,7 +23,7 @@ from specmlx.decoding.accept import PROCESSED, TARGETS, Limit, Outcome, accept_r
 from specmlx.decoding.processors import Processor, Tokens
 from specmlx.decoding.rng import Noise
 from specmlx.decoding.sampling import Sampler, normalise
-from specmlx.drafters.proposal import Draws, among
+from specmlx.drafters.proposal import DraftPolicy, Draws, among
 from specmlx.kernels.accept import match_best, rejection
 from specmlx.kernels.draft_head import top_k
 
@@ -243,8 +243,8 @@ class RoundPolicy:
 
 
 @dataclass(frozen=True)
-class MixedPolicy:
-    """A round's policies of several sequences: a DraftPolicy, and what accepts the proposal.
+class MixedPolicy(DraftPolicy):
+    """A round's policies of several sequences, and what accepts the proposal.
 
     parts: each policy with its sequences. failures: `draft` and `accept` put in what a sequence's own callables raised.
     """
