@@ -13,10 +13,12 @@ from specmlx.cli.bench_report import lines
 from specmlx.decoding.sampling import make_sampler
 from specmlx.decoding.stats import Stats
 from specmlx.decoding.timer import host_share
-from specmlx.evaluation.bench import AlwaysWrong, Sample, Spread, answer, differing, measure, table
+from specmlx.evaluation.answer import Answer, answer
+from specmlx.evaluation.bench import AlwaysWrong, Spread, differing, measure, table
 from specmlx.evaluation.machine import this_machine
 from specmlx.evaluation.suites import SUITES, suite
 from specmlx.generation.generate import stream_generate
+from specmlx.generation.scheduler import Scheduler
 from specmlx.loading.load import load
 
 
@@ -32,13 +34,13 @@ def prompts(tmp_path):
     return file
 
 
-def sample(seconds: float, accepted: list[int], tokens=(1, 2, 3), ttft=0.1) -> Sample:
+def sample(seconds: float, accepted: list[int], tokens=(1, 2, 3), ttft=0.1) -> Answer:
     stats = Stats(decode_seconds=seconds)
     for n in accepted:
         stats.begin_round(3)
         for slot in range(n + 1):
             stats.deliver(slot < n)
-    return Sample(tuple(tokens), 5, ttft, seconds + ttft, 1.0, stats)
+    return Answer(tuple(tokens), stats=stats, ttft=ttft, seconds=seconds + ttft)
 
 
 def turn(plain: tuple[float, float], full: tuple[float, float], tokens=(1, 2, 3)):
@@ -146,8 +148,8 @@ def test_modes_take_turns_and_the_first_prompt_warms_up(directory):
 def test_a_drafter_that_is_always_wrong_costs_what_the_other_does_and_keeps_nothing(directory):
     model, tokenizer = load(str(directory))
     wrong = AlwaysWrong(model.vocab_size)
-    plain = answer(model, tokenizer, [5, 6, 7], 12, draft_model=None)
-    drafted = answer(model, tokenizer, [5, 6, 7], 12, on_proposal=wrong, num_draft_tokens="full")
+    plain = answer(Scheduler(model, tokenizer, None), [5, 6, 7], 12)
+    drafted = answer(Scheduler(model, tokenizer, num_draft_tokens="full", on_proposal=wrong), [5, 6, 7], 12)
     assert drafted.tokens == plain.tokens and drafted.stats.accepted <= 1 and drafted.stats.proposed > 12
 
 

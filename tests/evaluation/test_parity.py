@@ -16,22 +16,26 @@ from specmlx.cli import main
 from specmlx.decoding.stats import Stats
 from specmlx.demo.export import write_demo
 from specmlx.evaluation import parity
-from specmlx.evaluation.parity import Decoded, Difference, Verdict
+from specmlx.evaluation.answer import Answer, top_2_margin
+from specmlx.evaluation.parity import Difference, Verdict
 from specmlx.formats.checkpoint import read_config
 
 STATS = Stats("speculative", None, 2, 6, 3, 5, [1, 0, 0, 1])
 
 
 def decoded(*tokens, stats=None):
-    return Decoded(tokens, tuple(0.1 * token for token in tokens), stats)
+    return Answer(tokens, tuple(0.1 * token for token in tokens), stats=stats)
 
 
 def test_the_first_difference_has_both_tokens_and_plain_decodings_margin():
     plain = decoded(5, 6, 7)
-    assert parity.first_difference(plain, decoded(5, 6, 7)) is None
-    assert parity.first_difference(plain, decoded(5, 9, 9)) == Difference(1, 6, 9, pytest.approx(0.6))
-    assert parity.first_difference(plain, decoded(5, 6)) == Difference(2, 7, None, pytest.approx(0.7))
-    assert parity.first_difference(plain, decoded(5, 6, 7, 0)) == Difference(3, None, 0, None)
+    found = [
+        parity.compare(plain, decoded(*other)).difference for other in ((5, 6, 7), (5, 9, 9), (5, 6), (5, 6, 7, 0))
+    ]
+    assert found[0] is None
+    assert found[1] == Difference(1, 6, 9, pytest.approx(0.6))
+    assert found[2] == Difference(2, 7, None, pytest.approx(0.7))
+    assert found[3] == Difference(3, None, 0, None)
 
 
 def test_a_run_in_which_nothing_was_proposed_is_no_pass():
@@ -44,8 +48,8 @@ def test_a_run_in_which_nothing_was_proposed_is_no_pass():
 
 def test_totals_add_up_rounds_and_histograms_of_different_lengths():
     sums = parity.total([Verdict(5, None, STATS), Verdict(3, Difference(0, 1, 2, 0.1), Stats(rounds=3, proposed=0))])
-    assert (sums.prompts, sums.passed, sums.tokens, sums.rounds, sums.proposed, sums.accepted) == (2, 1, 8, 5, 6, 3)
-    assert sums.accept_histogram == (1, 0, 0, 1)
+    assert (sums.generation_tokens, sums.rounds, sums.proposed, sums.accepted) == (8, 5, 6, 3)
+    assert sums.accept_histogram == [1, 0, 0, 1]
     assert sums.acceptance_length == 8 / 5
 
 
@@ -65,8 +69,8 @@ def test_without_consistent_kernels_the_default_choice_is_what_counts():
 
 
 def test_the_margin_is_that_of_the_two_best():
-    assert parity.top_2_margin(mx.array([0.5, -1.0, 2.0, 1.25])) == 0.75
-    assert parity.top_2_margin(mx.array([2.0, 1.0, 2.0], dtype=mx.bfloat16)) == 0
+    assert top_2_margin(mx.array([0.5, -1.0, 2.0, 1.25])) == 0.75
+    assert top_2_margin(mx.array([2.0, 1.0, 2.0], dtype=mx.bfloat16)) == 0
 
 
 @pytest.fixture(scope="module")

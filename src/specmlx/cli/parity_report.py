@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 # Follows a drafter's name where the kernels are those that run without --consistent.
 DEFAULT = "by the default kernels"
+COUNTS = ("rounds", "proposed", "accepted", "accept_histogram")
 
 
 def line(verdict: "Verdict", tokenizer: Any) -> str:
@@ -27,8 +28,8 @@ def total_line(verdicts: "list[Verdict]") -> str:
     """Sums over all prompts, with the histogram of accepted tokens."""
     from specmlx.evaluation.parity import total
 
-    sums = total(verdicts)
-    text = f"{sums.passed} of {sums.prompts} prompts pass, {_count(sums.tokens, 'token')}"
+    sums, passed = total(verdicts), sum(verdict.passed for verdict in verdicts)
+    text = f"{passed} of {len(verdicts)} prompts pass, {_count(sums.generation_tokens, 'token')}"
     if not sums.rounds:
         return text
     histogram = ", ".join(f"{accepted}: {rounds}" for accepted, rounds in enumerate(sums.accept_histogram))
@@ -76,7 +77,10 @@ def as_object(
         for name, verdicts in results.items():
             sums, pairs = total(verdicts), zip(texts, verdicts, strict=True)
             prompts = [{"prompt": text} | _prompt_object(verdict, tokenizer) for text, verdict in pairs]
-            found[name] = asdict(sums) | {"acceptance_length": sums.acceptance_length, "by_prompt": prompts}
+            counts = {name: getattr(sums, name) for name in (*COUNTS, "acceptance_length")}
+            passed = sum(verdict.passed for verdict in verdicts)
+            outcome = {"prompts": len(verdicts), "passed": passed, "tokens": sums.generation_tokens}
+            found[name] = outcome | counts | {"by_prompt": prompts}
         return found
 
     passed = all(verdict.passed for verdicts in results.values() for verdict in verdicts)
@@ -85,8 +89,8 @@ def as_object(
 
 
 def _prompt_object(verdict: "Verdict", tokenizer: Any) -> dict[str, Any]:
-    found, names = verdict.difference, ("rounds", "proposed", "accepted", "accept_histogram")
-    counts = {} if verdict.stats is None else {name: getattr(verdict.stats, name) for name in names}
+    found = verdict.difference
+    counts = {} if verdict.stats is None else {name: getattr(verdict.stats, name) for name in COUNTS}
     texts = found and {f"{of}_text": _text(getattr(found, of), tokenizer) for of in ("plain", "other")}
     outcome = {name: getattr(verdict, name) for name in ("tokens", "identical", "passed")}
     return outcome | counts | {"difference": found and asdict(found) | texts}

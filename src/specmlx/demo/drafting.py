@@ -1,8 +1,7 @@
 """How much each drafter of the demo saves, and what cheaper drafting costs: `python -m specmlx.demo.drafting`."""
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -11,8 +10,12 @@ import mlx.core as mx
 from specmlx.decoding.draft_length import FULL
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.sampling import make_sampler
+from specmlx.decoding.stats import summed
 from specmlx.demo.tasks import held_out_examples
 from specmlx.drafters.proposal import Drafter
+from specmlx.evaluation.answer import answer, chat_prompts
+from specmlx.generation.scheduler import Scheduler
+from specmlx.loading.load import load, load_drafter
 from specmlx.targets.hybrid import Model
 
 DRAFTERS = ("demo/dflash", "demo/dflash2", "demo/dspark", "demo/mtp", "ngram")
@@ -30,65 +33,43 @@ TEMPERATURE, SEED, MAX_TOKENS = 0.8, 1, 160
 BLOCKS = 200
 
 
-@dataclass
-class Run:
-    """Answers to all prompts one way: their ids, and tokens per target pass (τ)."""
+def run(
+    model: Model, tokenizer: Any, prompts: list[list[int]], drafter: Drafter | None, mode: str
+) -> tuple[list[list[int]], float]:
+    """The ids of the answers to all prompts, and the tokens per target pass (τ).
 
-    texts: list[list[int]]
-    tau: float
-
-
-def run(model: Model, tokenizer: Any, prompts: list[list[int]], drafter: Drafter | None, mode: str) -> Run:
-    """mode: "greedy", "sampled" (temperature 0.8, no seed) or "seeded" (the same with one)."""
-    from specmlx.generation.generate import stream_generate
-
-    texts, tokens, rounds = [], 0, 0
-    for i, prompt in enumerate(prompts):
-        sampler = None if mode == "greedy" else make_sampler(temp=TEMPERATURE)
-        seed = SEED + i if mode == "seeded" else None
-        options = dict(draft_model=drafter, num_draft_tokens=FULL if drafter else None, sampler=sampler, seed=seed)
-        responses = list(stream_generate(model, tokenizer, prompt, MAX_TOKENS, **options))
-        texts.append([response.token for response in responses])
-        tokens += len(responses)
-        rounds += responses[-1].stats.rounds
-    return Run(texts, tokens / rounds)
+    mode: "greedy", "sampled" (temperature 0.8, no seed) or "seeded" (the same with one).
+    """
+    scheduler = Scheduler(model, tokenizer, drafter, FULL if drafter else None)
+    sampler = None if mode == "greedy" else make_sampler(temp=TEMPERATURE)
+    seeds = range(SEED, SEED + len(prompts)) if mode == "seeded" else [None] * len(prompts)
+    pairs = zip(prompts, seeds, strict=True)
+    answers = [answer(scheduler, prompt, MAX_TOKENS, seed=seed, sampler=sampler) for prompt, seed in pairs]
+    return [list(each.tokens) for each in answers], summed(each.stats for each in answers).acceptance_length
 
 
 def same_slots(model: Model, one: Drafter, other: Drafter, prompts: list[list[int]], texts: list[list[int]]) -> float:
-    """The share of slots that two drafters with the same taps propose alike, greedily, over `BLOCKS` blocks."""
-    same = slots = 0
-    for context, rows, anchors in _blocks(model, one, prompts, texts):
-        for drafter in (one, other):
-            drafter.observe(context[drafter], *rows)
-        a, b = (
-            drafter.propose(context[drafter], anchors, one.max_width, Policy().at(0)).tokens for drafter in (one, other)
-        )
-        same += (a == b).sum().item()
-        slots += a.size
-    return same / slots
-
-
-def _blocks(model: Model, one: Drafter, prompts: list[list[int]], texts: list[list[int]]) -> Iterator[tuple]:
-    """Contexts by drafter, made when they are asked for, the rows to observe next, and the anchor: `BLOCKS` times.
+    """The share of slots that two drafters with the same taps propose alike, greedily, over `BLOCKS` blocks.
 
     Every text has as many blocks as the others, spread over its tokens.
     """
-    left = BLOCKS
+    same = slots = 0
+    left, policy = BLOCKS, Policy().at(0)
     for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids = mx.array([prompt + text], dtype=mx.int32)
         _, features = model.features(ids, one.tap_ids)
-        contexts, seen, count = _Contexts(), 0, min(-(-left // (len(prompts) - i)), len(text))
+        pair = [(drafter, drafter.new_context()) for drafter in (one, other)]
+        seen, count = 0, min(-(-left // (len(prompts) - i)), len(text))
         for block in range(count):
             at = len(prompt) - 1 + block * len(text) // count
-            yield contexts, (ids[:, seen:at], features[:, seen:at], at - seen), ids[:, at]
+            for drafter, context in pair:
+                drafter.observe(context, ids[:, seen:at], features[:, seen:at], at - seen)
+            a, b = (drafter.propose(context, ids[:, at], one.max_width, policy).tokens for drafter, context in pair)
+            same += (a == b).sum().item()
+            slots += a.size
             seen = at
         left -= count
-
-
-class _Contexts(dict):
-    def __missing__(self, drafter: Drafter) -> Any:
-        self[drafter] = drafter.new_context()
-        return self[drafter]
+    return same / slots
 
 
 def measure(
@@ -100,34 +81,25 @@ def measure(
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict:
     """All figures. `identical` is whether every text is the plain one (what is sampled without a seed has none)."""
-    from specmlx.loading.load import load_drafter
-
     progress("plain decoding")
-    plain = {mode: run(model, tokenizer, prompts, None, mode).texts for mode in ("greedy", "seeded")}
+    plain = {mode: run(model, tokenizer, prompts, None, mode)[0] for mode in ("greedy", "seeded")}
     report: dict[str, Any] = {"prompts": len(prompts), "drafters": {}, "cheaper": cheaper, "settings": []}
     for name in drafters:
         progress(name)
         drafter = load_drafter(name, model, draft_quantize="none")
         runs = {mode: run(model, tokenizer, prompts, drafter, mode) for mode in ("greedy", "sampled", "seeded")}
-        report["drafters"][name] = {
-            **{mode: round(result.tau, 3) for mode, result in runs.items()},
-            "identical": all(runs[mode].texts == plain[mode] for mode in plain),
-        }
+        figures = {mode: round(tau, 3) for mode, (_, tau) in runs.items()}
+        report["drafters"][name] = figures | {"identical": all(runs[mode][0] == plain[mode] for mode in plain)}
     if not cheaper:
         return report
     whole = load_drafter(cheaper, model, draft_quantize="none")
     for settings in SETTINGS:
         progress(f"{cheaper}, {settings}")
         drafter = load_drafter(cheaper, model, **{"draft_quantize": "none", **settings})
-        result = run(model, tokenizer, prompts, drafter, "greedy")
-        report["settings"].append(
-            {
-                **settings,
-                "greedy": round(result.tau, 3),
-                "same_slots": round(same_slots(model, whole, drafter, prompts, plain["greedy"]), 4),
-                "identical": result.texts == plain["greedy"],
-            }
-        )
+        texts, tau = run(model, tokenizer, prompts, drafter, "greedy")
+        alike = round(same_slots(model, whole, drafter, prompts, plain["greedy"]), 4)
+        figures = {"greedy": round(tau, 3), "same_slots": alike, "identical": texts == plain["greedy"]}
+        report["settings"].append(settings | figures)
     return report
 
 
@@ -138,13 +110,8 @@ def measure(
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(drafters: tuple[str, ...], cheaper: str, per_kind: int, as_json: bool) -> None:
     """Tokens per target pass of the demo's drafters on the same held-out prompts: greedy, sampled and seeded."""
-    from specmlx.loading.load import load
-
     model, tokenizer = load("demo", draft_model=None, dtype="float32")
-    prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": example.question}], add_generation_prompt=True)
-        for example in held_out_examples(per_kind)
-    ]
+    prompts = chat_prompts(tokenizer, [example.question for example in held_out_examples(per_kind)])
     report = measure(model, tokenizer, prompts, drafters or DRAFTERS, cheaper, lambda line: click.echo(line, err=True))
     if as_json:
         click.echo(json.dumps(report))

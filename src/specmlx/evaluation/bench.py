@@ -1,32 +1,21 @@
 """Plain and speculative decoding of the same prompts, by turns, and what may be claimed of it."""
 
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import quantiles
 from typing import Any
-
-import mlx.core as mx
 
 from specmlx.decoding.draft_length import FULL
 from specmlx.decoding.round import OnProposal
-from specmlx.decoding.stats import Stats, summed
+from specmlx.decoding.stats import summed
 from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.evaluation.answer import Answer, answer
 from specmlx.generation.scheduler import Scheduler
 
 PLAIN = "plain"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One answer. ttft: seconds to the first token; seconds: to the last one, the prompt included."""
-
-    tokens: tuple[int, ...]
-    prompt_tokens: int
-    ttft: float
-    seconds: float
-    peak_memory: float
-    stats: Stats
+MODES = (PLAIN, FULL, "auto")
+# Each mode's answers to a prompt.
+Turn = dict[str, list[Answer]]
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,7 @@ class Spread:
     def of(cls, values: Sequence[float]) -> "Spread":
         if len(values) < 2:
             return cls(*[values[0]] * 3)
-        low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+        low, middle, high = quantiles(values, n=4, method="inclusive")
         return cls(middle, low, high)
 
     @property
@@ -71,29 +60,15 @@ class Row:
     end_to_end_ratio: Spread | None = None
 
 
+@dataclass
 class AlwaysWrong:
     """Has the ids after a drafter's verified instead of its own: as much work, and hardly ever the target's."""
 
-    name = "wrong"
-
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+    vocab_size: int
+    name: str = "wrong"
 
     def __call__(self, proposal: Proposal) -> Proposal:
         return Proposal((proposal.tokens + 1) % self.vocab_size)
-
-
-def answer(model: Any, tokenizer: Any, prompt: Sequence[int], max_tokens: int, **options: Any) -> Sample:
-    """Decode one prompt greedily, by options of `Scheduler`; nothing is under way on the device before and after."""
-    mx.synchronize()
-    begin, first, tokens, response = time.perf_counter(), 0.0, [], None
-    scheduler = Scheduler(model, tokenizer, **options)
-    for response in scheduler.answer(scheduler.request(prompt, max_tokens)):
-        tokens.append(response.token)
-        first = first or time.perf_counter() - begin
-    mx.synchronize()
-    seconds = time.perf_counter() - begin
-    return Sample(tuple(tokens), len(prompt), first, seconds, response.peak_memory, response.stats)
 
 
 def measure(
@@ -101,70 +76,66 @@ def measure(
     tokenizer: Any,
     drafter: Drafter,
     prompts: Sequence[Sequence[int]],
-    modes: Sequence[int | str] = (FULL, "auto"),
     runs: int = 3,
     max_tokens: int = 128,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], None] = lambda: None,
     on_proposal: OnProposal | None = None,
-    **options: Any,
-) -> list[list[dict[str, list[Sample]]]]:
-    """By prompt and turn, each mode's two samples; plain decoding is a mode too.
+) -> list[list[Turn]]:
+    """By prompt and turn, two answers of each mode: plain decoding, all that the drafter proposes, and "auto".
 
     A turn runs the modes one after the other and then backwards (ABBA), so that a machine that slows down is unfair to
-    none. The first prompt is answered in every mode before, which isn't measured. `modes` are `num_draft_tokens`.
+    none. The first prompt is answered in every mode before, which isn't measured.
     """
-    settings = {PLAIN: {"draft_model": None}}
-    drafting = {"draft_model": drafter, "on_proposal": on_proposal}
-    settings |= {str(mode): {**drafting, "num_draft_tokens": mode} for mode in modes}
-    for setting in settings.values():
-        answer(model, tokenizer, prompts[0], max_tokens, **setting, **options)
 
-    def turn(prompt: Sequence[int]) -> dict[str, list[Sample]]:
-        samples: dict[str, list[Sample]] = {name: [] for name in settings}
-        for name in [*settings, *reversed(settings)]:
-            samples[name].append(answer(model, tokenizer, prompt, max_tokens, **settings[name], **options))
-            if progress:
-                progress()
-        return samples
+    def ask(mode: str, prompt: Sequence[int]) -> Answer:
+        drafting = {} if mode == PLAIN else {"num_draft_tokens": mode, "on_proposal": on_proposal}
+        return answer(Scheduler(model, tokenizer, drafter if drafting else None, **drafting), prompt, max_tokens)
+
+    def turn(prompt: Sequence[int]) -> Turn:
+        answers: Turn = {mode: [] for mode in MODES}
+        for mode in (*MODES, *reversed(MODES)):
+            answers[mode].append(ask(mode, prompt))
+            progress()
+        return answers
+
+    for mode in MODES:
+        ask(mode, prompts[0])
 
     return [[turn(prompt) for _ in range(runs)] for prompt in prompts]
 
 
-def differing(measured: Sequence[Sequence[Mapping[str, Sequence[Sample]]]]) -> list[int]:
+def differing(measured: Sequence[Sequence[Turn]]) -> list[int]:
     """The prompts whose answers are not the same tokens in every mode and turn."""
-    return [
-        index
-        for index, turns in enumerate(measured)
-        if len({sample.tokens for turn in turns for samples in turn.values() for sample in samples}) > 1
-    ]
+    texts = [{each.tokens for turn in turns for found in turn.values() for each in found} for turns in measured]
+    return [index for index, different in enumerate(texts) if len(different) > 1]
 
 
-def table(measured: Sequence[Sequence[Mapping[str, Sequence[Sample]]]]) -> list[Row]:
+def table(measured: Sequence[Sequence[Turn]]) -> list[Row]:
     """A row a mode, plain decoding first; ratios only where every answer was the same in all modes."""
     turns = [turn for of_prompt in measured for turn in of_prompt]
     same = not differing(measured)
     return [_row(mode, turns, same and mode != PLAIN) for mode in turns[0]]
 
 
-def _row(mode: str, turns: Sequence[Mapping[str, Sequence[Sample]]], ratios: bool) -> Row:
-    samples = [sample for turn in turns for sample in turn[mode]]
-    sums, tokens = summed(sample.stats for sample in samples), sum(len(sample.tokens) for sample in samples)
+def _row(mode: str, turns: Sequence[Turn], ratios: bool) -> Row:
+    answers = [each for turn in turns for each in turn[mode]]
+    sums = summed(each.stats for each in answers)
     histogram = sums.accept_histogram
 
-    def ratio(seconds: Callable[[Sample], float]) -> Spread | None:
+    def ratio(seconds: Callable[[Answer], float]) -> Spread | None:
         return Spread.of([sum(map(seconds, t[PLAIN])) / sum(map(seconds, t[mode])) for t in turns]) if ratios else None
 
     return Row(
         mode=mode,
-        answers=len(samples),
-        tokens=tokens,
-        acceptance_length=tokens / sums.rounds,
+        answers=len(answers),
+        tokens=sums.generation_tokens,
+        acceptance_length=sums.acceptance_length,
         accept_histogram=tuple(histogram),
         acceptance=tuple(sum(histogram[slot:]) / sums.rounds for slot in range(1, len(histogram))),
         plain_rounds=sums.plain_share,
-        ttft=Spread.of([sample.ttft for sample in samples]),
-        decode_tps=Spread.of([len(s.tokens) / max(s.stats.decode_seconds, 1e-9) for s in samples]),
-        end_to_end_tps=Spread.of([len(s.tokens) / s.seconds for s in samples]),
-        decode_ratio=ratio(lambda s: s.stats.decode_seconds),
-        end_to_end_ratio=ratio(lambda s: s.seconds),
+        ttft=Spread.of([each.ttft for each in answers]),
+        decode_tps=Spread.of([len(each.tokens) / max(each.stats.decode_seconds, 1e-9) for each in answers]),
+        end_to_end_tps=Spread.of([len(each.tokens) / each.seconds for each in answers]),
+        decode_ratio=ratio(lambda each: each.stats.decode_seconds),
+        end_to_end_ratio=ratio(lambda each: each.seconds),
     )

@@ -8,6 +8,7 @@ import mlx.core as mx
 
 import specmlx
 import specmlx.kernels
+from specmlx.evaluation.answer import chat_prompts
 from specmlx.evaluation.chips import chip_named
 from specmlx.evaluation.machine import Bandwidth, Machine, known_bandwidth, measure_bandwidth, this_machine, versions
 from specmlx.evaluation.parity import total, verdicts
@@ -142,15 +143,15 @@ def _hub_cache() -> HubCache:
 def _demo() -> Demo:
     try:
         model, tokenizer = specmlx.load()
-        messages = [[{"role": "user", "content": text}] for text in suite("demo")[:_PROMPTS]]
-        prompts = [tokenizer.apply_chat_template(each, add_generation_prompt=True) for each in messages]
+        prompts = chat_prompts(tokenizer, suite("demo")[:_PROMPTS])
         drafters = {"drafter": model.draft_model}
         found = [row["drafter"] for row in verdicts(model, tokenizer, prompts, drafters, _TOKENS)]
     # Whatever is wrong with the machine is reported, and a message may name a path.
     except Exception as error:
         return Demo(_PROMPTS, 0, error=f"{type(error).__name__}: {_without_paths(str(error))}")
     sums = total(found)
-    return Demo(sums.prompts, sums.passed, sums.tokens, sums.rounds, round(sums.acceptance_length, 2))
+    passed, length = sum(verdict.passed for verdict in found), round(sums.acceptance_length, 2)
+    return Demo(len(found), passed, sums.generation_tokens, sums.rounds, length)
 
 
 def _without_paths(text: str) -> str:

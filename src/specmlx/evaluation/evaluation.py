@@ -9,9 +9,9 @@ import mlx.core as mx
 
 from specmlx.decoding.stats import Stats, summed
 from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.evaluation.answer import answer
 from specmlx.evaluation.chips import Chip
 from specmlx.evaluation.traffic import account
-from specmlx.generation.generate import stream_generate
 from specmlx.generation.scheduler import Scheduler
 
 
@@ -83,17 +83,12 @@ def evaluate(
     Options are `Scheduler.request`'s; sampling needs a seed, or the two texts have nothing in common.
     """
     for prompt, category in zip(prompts, categories, strict=True):
-        alone = list(stream_generate(model, tokenizer, prompt, max_tokens, draft_model=None, **options))
-        plain = [response.token for response in alone]
-        confidences, ids, ends = _Confidences(), [], []
-        scheduler = Scheduler(model, tokenizer, drafter, drafter.max_width, on_proposal=confidences)
-        for response in scheduler.answer(scheduler.request(prompt, max_tokens, **options)):
-            ids.append(response.token)
-            if response.stats.rounds > len(ends):
-                ends.append(0)
-            ends[-1] += response.from_draft
-        judged = list(_judged(confidences, ends, drafter.max_width))
-        yield category, Acceptance(int(ids == plain), judged, [alone[-1].stats], [response.stats])
+        confidences = _Confidences()
+        drafting = Scheduler(model, tokenizer, drafter, drafter.max_width, on_proposal=confidences)
+        schedulers = (Scheduler(model, tokenizer, None), drafting)
+        plain, drafted = (answer(scheduler, prompt, max_tokens, **options) for scheduler in schedulers)
+        judged = list(_judged(confidences, drafted.kept, drafter.max_width))
+        yield category, Acceptance(int(drafted.tokens == plain.tokens), judged, [plain.stats], [drafted.stats])
 
 
 def byte_limit(model: Any, drafter: Drafter, found: Acceptance, chip: Chip) -> dict[str, Any]:
@@ -111,12 +106,12 @@ def byte_limit(model: Any, drafter: Drafter, found: Acceptance, chip: Chip) -> d
     return {"chip": chip.name, "bandwidth": chip.bandwidth} | limits
 
 
-def _judged(confidences: list[mx.array | None], ends: list[int], width: int) -> Iterator[tuple[float, bool]]:
+def _judged(confidences: list[mx.array | None], kept: Sequence[int], width: int) -> Iterator[tuple[float, bool]]:
     """Each estimate that the target decided on, with its decision; not of the last round, which may have been cut."""
-    for confidence, kept in zip(confidences, ends[:-1], strict=False):
+    for confidence, count in zip(confidences, kept[:-1], strict=False):
         if confidence is None:
             return
         estimates = confidence[0].tolist()
-        yield from ((estimates[k], True) for k in range(min(kept, len(estimates))))
-        if kept < min(width, len(estimates)):
-            yield estimates[kept], False
+        yield from ((estimate, True) for estimate in estimates[:count])
+        if count < min(width, len(estimates)):
+            yield estimates[count], False

@@ -1,7 +1,8 @@
 """Whether speculative decoding gives the target's own tokens: the same prompts decoded several ways and compared."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -10,26 +11,12 @@ import mlx.core as mx
 
 from specmlx.decoding.stats import Stats, summed
 from specmlx.drafters.proposal import Drafter
-from specmlx.generation.generate import stream_generate
+from specmlx.evaluation.answer import Answer, answer, top_2_margin
+from specmlx.generation.scheduler import Scheduler
 from specmlx.targets.adapters import read_adapter
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.checkpoint import cast
 from specmlx.targets.hybrid import Model
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """One decoding of a prompt.
-
-    Args:
-        tokens: the generated ids, a stop token included.
-        margins: for each, how far the target's two best log-probabilities lie apart.
-        stats: counts of rounds and drafts; None for mlx-lm.
-    """
-
-    tokens: tuple[int, ...]
-    margins: tuple[float, ...]
-    stats: Stats | None = None
 
 
 @dataclass(frozen=True)
@@ -63,24 +50,6 @@ class Verdict:
         return self.identical and (self.stats is None or self.stats.proposed > 0)
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over the prompts of one drafter (or of mlx-lm, where nothing is proposed)."""
-
-    prompts: int
-    passed: int
-    tokens: int
-    rounds: int
-    proposed: int
-    accepted: int
-    accept_histogram: tuple[int, ...]
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens delivered per round (τ)."""
-        return self.tokens / self.rounds if self.rounds else 0.0
-
-
 def verdicts(
     model: Model,
     tokenizer: Any,
@@ -88,21 +57,21 @@ def verdicts(
     drafters: dict[str, Drafter],
     max_tokens: int,
     num_draft_tokens: int | str = "full",
-    others: dict[str, Sequence[Decoded]] | None = None,
+    prefill_step_size: int = 2048,
+    others: dict[str, Sequence[Answer]] | None = None,
     **options: Any,
 ) -> Iterator[dict[str, Verdict]]:
     """Decode each prompt plainly and with each drafter, and hold all against the plain one, by the drafters' names.
 
-    `others` are decodings of the same prompts made elsewhere; `options` are `stream_generate`'s.
+    `others` are decodings of the same prompts made elsewhere; `options` are `Scheduler.request`'s.
     """
+    make = partial(Scheduler, model, tokenizer, prefill_step_size=prefill_step_size)
+    without, drafting = make(None), {name: make(drafter, num_draft_tokens) for name, drafter in drafters.items()}
     for index, prompt in enumerate(prompts):
-        plain = decode(model, tokenizer, prompt, max_tokens, **options)
-        decoded = {
-            name: decode(model, tokenizer, prompt, max_tokens, drafter, num_draft_tokens=num_draft_tokens, **options)
-            for name, drafter in drafters.items()
-        }
-        decoded |= {name: runs[index] for name, runs in (others or {}).items()}
-        yield {name: compare(plain, run) for name, run in decoded.items()}
+        ask = partial(answer, prompt=prompt, max_tokens=max_tokens, margins=True, **options)
+        plain, answers = ask(without), {name: ask(scheduler) for name, scheduler in drafting.items()}
+        answers |= {name: runs[index] for name, runs in (others or {}).items()}
+        yield {name: compare(plain, found) for name, found in answers.items()}
 
 
 def verdicts_by_choice(
@@ -121,24 +90,10 @@ def verdicts_by_choice(
             tell(f"not with --consistent: {why}")
             choose(False)
             choose = None
-    for row in run():
-        yield True, row
+    yield from ((True, row) for row in run())
     if choose is not None:
         choose(False)
-        for row in run():
-            yield False, row
-
-
-def decode(
-    model: Model, tokenizer: Any, prompt: Sequence[int], max_tokens: int, drafter: Drafter | None = None, **options: Any
-) -> Decoded:
-    """Decode prompt ids with specmlx, plainly or with a drafter; `options` are `stream_generate`'s."""
-    tokens, margins, stats = [], [], None
-    for response in stream_generate(model, tokenizer, prompt, max_tokens, drafter, **options):
-        tokens.append(response.token)
-        margins.append(top_2_margin(response.logprobs))
-        stats = response.stats
-    return Decoded(tuple(tokens), tuple(margins), stats)
+        yield from ((False, row) for row in run())
 
 
 def decode_mlx_lm(
@@ -150,7 +105,7 @@ def decode_mlx_lm(
     adapter_path: str | None = None,
     prefill_step_size: int = 2048,
     dtype: str | None = None,
-) -> Iterator[Decoded]:
+) -> Iterator[Answer]:
     """Decode prompts greedily with mlx_lm's own model, loaded by mlx_lm from a directory, one by one.
 
     `logits_processors` holds the keywords of mlx_lm's make_logits_processors; `dtype` is one to cast the model to.
@@ -178,7 +133,7 @@ def decode_mlx_lm(
             margins.append(top_2_margin(logprobs))
             if token in stops:
                 break
-        yield Decoded(tuple(tokens), tuple(margins))
+        yield Answer(tuple(tokens), tuple(margins))
 
 
 def rope_note(model: Model | AnyLM, path: str | Path) -> str | None:
@@ -195,28 +150,17 @@ def rope_note(model: Model | AnyLM, path: str | Path) -> str | None:
     return "mlx-lm reads config.json's rope otherwise than transformers, as which specmlx reads it: texts may differ"
 
 
-def compare(plain: Decoded, other: Decoded) -> Verdict:
+def compare(plain: Answer, other: Answer) -> Verdict:
     """Hold a decoding against the plain one of the same prompt."""
-    return Verdict(len(other.tokens), first_difference(plain, other), other.stats)
-
-
-def first_difference(plain: Decoded, other: Decoded) -> Difference | None:
-    """Where two decodings part, or None."""
+    found = None
     for index, (a, b) in enumerate(zip_longest(plain.tokens, other.tokens)):
         if a != b:
-            return Difference(index, a, b, plain.margins[index] if a is not None else None)
-    return None
+            found = Difference(index, a, b, plain.margins[index] if a is not None else None)
+            break
+    return Verdict(len(other.tokens), found, other.stats)
 
 
-def total(verdicts: Sequence[Verdict]) -> Totals:
-    """Sum up the verdicts of one drafter."""
+def total(verdicts: Sequence[Verdict]) -> Stats:
+    """The counts of one drafter's verdicts together; of mlx-lm's, the tokens alone."""
     sums = summed(verdict.stats for verdict in verdicts if verdict.stats is not None)
-    passed, tokens = sum(verdict.passed for verdict in verdicts), sum(verdict.tokens for verdict in verdicts)
-    counts = (sums.rounds, sums.proposed, sums.accepted, tuple(sums.accept_histogram))
-    return Totals(len(verdicts), passed, tokens, *counts)
-
-
-def top_2_margin(logprobs: mx.array) -> float:
-    """How far the two largest of `[V]` lie apart."""
-    low, high = mx.sort(mx.topk(logprobs.astype(mx.float32), 2)).tolist()
-    return high - low
+    return replace(sums, generation_tokens=sum(verdict.tokens for verdict in verdicts))
