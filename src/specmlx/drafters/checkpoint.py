@@ -15,7 +15,7 @@ from specmlx.drafters.dspark import DSpark, DSparkTrunk
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import check_pair, is_split_mtp
-from specmlx.drafters.vocabulary import DraftVocabulary, published_vocabulary
+from specmlx.drafters.vocabulary import DraftVocabulary
 from specmlx.drafters.weights import load_weights
 from specmlx.formats.checkpoint import read_config, read_weights, tensors_of
 from specmlx.formats.scaled import is_scaled, read_scaled
@@ -100,6 +100,10 @@ def _vocabulary(weights: dict[str, mx.array], config: DrafterConfig, path: Path)
     if not any(name.startswith("lm_head.") for name in weights):
         raise ValueError(f"{what} but no lm_head of its own")
     try:
-        return published_vocabulary(d2t, t2d, config.vocab_size)
+        # Offsets from draft to target ids.
+        vocabulary = DraftVocabulary(d2t.astype(mx.int64) + mx.arange(d2t.size), config.vocab_size)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    if t2d is not None and [i for i, has in enumerate(t2d.tolist()) if has] != sorted(vocabulary.ids.tolist()):
+        raise ValueError(f"{path}: t2d and d2t disagree about the ids of the draft vocabulary: which of both is right?")
+    return vocabulary

@@ -10,11 +10,11 @@ import mlx.core as mx
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.mtp_norms import settle_norms
 from specmlx.drafters.pairing import is_split_mtp, mtp_reasons
-from specmlx.drafters.weights import finish, load_weights
+from specmlx.drafters.weights import load_weights
 from specmlx.formats.checkpoint import read_config, read_weights, shards_of
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.targets.config import HybridConfig
-from specmlx.targets.gguf import fill, gguf_files, has_head, head_weights, read_parts
+from specmlx.targets.gguf import gguf_files, has_head, head_weights, read_parts
 from specmlx.targets.gguf_config import config_of
 from specmlx.targets.hybrid import Model
 from specmlx.targets.weights import stacked_experts
@@ -30,28 +30,23 @@ def load_mtp(path: str | Path, target: Model, dtype: mx.Dtype | None = None) -> 
     directory without a head, a head that doesn't fit, and missing, extra or misshapen tensors.
     """
     path = Path(path)
-    files = gguf_files(path)
-    parts = read_parts(files) if files else []
+    parts = read_parts(files) if (files := gguf_files(path)) else []
     config = config_of(parts) if files else read_config(path)
     if files and not has_head(parts):
         raise ValueError(f"{files[0]} has no MTP head (no nextn.* tensors): take a file that was converted with it")
     if reasons := mtp_reasons(config, target.config):
         raise ValueError(f"the MTP head in {files[0] if files else path} can't serve this target: {'; '.join(reasons)}")
     if files:
-        # Its norms are w: llama.cpp's converter writes them so.
-        head = MTPHead(HybridConfig.from_dict(config))
-        fill(head, head_weights(parts, config, head))
-        head.set_dtype(mx.float32)
-        finish(head, dtype)
-        return MTP(head, target)
+        # Its norms are w: llama.cpp's converter writes them so. All is computed in float32, unless it is cast.
+        weights = head_weights(parts, config, MTPHead(HybridConfig.from_dict(config)))
+        wide = {name: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w for name, w in weights.items()}
+        return build_mtp(wide, config, target, files[0], dtype)
     weights = read_weights(path)
     named = {_PREFIX.sub("", name, count=1): w for name, w in weights.items() if _PREFIX.match(name)}
     if not named and not is_split_mtp(config):
-        raise ValueError(
-            f"{path} has no mtp.* tensors: conversions often drop the MTP head; "
-            "take the publisher's own files or a split repository"
-        )
-    lowered, doubtful = _norms(path, weights, config.get("mtp_norms") == "w")
+        hint = "conversions often drop the MTP head; take the publisher's own files or a split repository"
+        raise ValueError(f"{path} has no mtp.* tensors: {hint}")
+    lowered, doubtful = (set(), set()) if config.get("mtp_norms") == "w" else _norms(path, weights, bool(named))
     # Cast first: 1 + w has fewer digits than w.
     weights = {name: w.astype(dtype or w.dtype) + 1 if name in lowered else w for name, w in (named or weights).items()}
     drafter = build_mtp(weights, config, target, path, dtype)
@@ -60,30 +55,23 @@ def load_mtp(path: str | Path, target: Model, dtype: mx.Dtype | None = None) -> 
     return drafter
 
 
-def _norms(path: Path, weights: dict[str, mx.array], whole: bool) -> tuple[set[str], set[str]]:
+def _norms(path: Path, weights: dict[str, mx.array], prefixed: bool) -> tuple[set[str], set[str]]:
     """The head's norms that are w - 1 for certain, and those that may be, by their names without the prefix.
 
-    Files that PyTorch wrote, and those beside convs in its layout, are the publishers'. `whole`: the config says w.
+    Files that PyTorch wrote, and those beside convs in its layout, are the publishers'.
     """
     raw = any(name.endswith("conv1d.weight") and w.shape[-1] != 1 for name, w in weights.items())
-    prefixed = any(_PREFIX.match(name) for name in weights)
     lowered, doubtful = set(), set()
     for file, entries in shards_of(path).items():
-        norms = [name for name in entries if "norm" in name and bool(_PREFIX.match(name)) == prefixed]
-        if not norms or whole:
-            continue
-        written = mx.load(str(file), format="safetensors", return_metadata=True)[1].get("format")
-        certain = prefixed and (written == "pt" or (raw and written != "mlx"))
-        (lowered if certain else doubtful).update(_PREFIX.sub("", name, count=1) for name in norms)
+        if norms := [name for name in entries if "norm" in name and bool(_PREFIX.match(name)) == prefixed]:
+            written = mx.load(str(file), format="safetensors", return_metadata=True)[1].get("format")
+            certain = prefixed and (written == "pt" or (raw and written != "mlx"))
+            (lowered if certain else doubtful).update(_PREFIX.sub("", name, count=1) for name in norms)
     return lowered, doubtful
 
 
 def build_mtp(
-    weights: dict[str, mx.array],
-    config: dict[str, Any],
-    target: Model,
-    where: Path,
-    dtype: mx.Dtype | None = None,
+    weights: dict[str, mx.array], config: dict[str, Any], target: Model, where: Path, dtype: mx.Dtype | None = None
 ) -> MTP:
     """A head of `MTPHead`'s tensors by its names (experts and codes as publishers have them), norms as w.
 

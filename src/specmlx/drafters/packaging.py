@@ -25,32 +25,38 @@ def unpacked(config: dict[str, Any]) -> dict[str, Any]:
     packaged = read(config, "speculators_config", dict, {})
     if kind is None and not packaged:
         return config
+    this = "this speculators package has"
     if (kind := kind or read(packaged, "algorithm", str)) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"this is a speculators package of kind {shown(kind)}: specmlx loads {known}")
     if not (layers := read(config, "transformer_layer_config", dict, {})):
-        raise ValueError("this speculators package has no transformer_layer_config: of what size are its layers?")
+        raise ValueError(f"{this} no transformer_layer_config: of what size are its layers?")
     if not (taps := read(config, "aux_hidden_state_layer_ids", [int], [])):
-        raise ValueError(
-            f"this speculators package has aux_hidden_state_layer_ids {taps}: which of the target's layers feed it?"
-        )
+        raise ValueError(f"{this} aux_hidden_state_layer_ids {taps}: which of the target's layers feed it?")
     hidden = read(layers, "hidden_size", int)
     if (other := read(config, "target_hidden_size", int, hidden)) != hidden:
         raise ValueError(f"target_hidden_size is {other}, the layers' hidden_size {hidden}: not supported yet")
     anchored = _sample_from_anchor(config, kind)
     if config.get("markov_head_type") == "rnn" and not anchored:
         raise ValueError(
-            "this speculators package has an rnn Markov head and proposes nothing from the anchor's row: "
+            f"{this} an rnn Markov head and proposes nothing from the anchor's row: "
             "does its state begin at that row or behind it? (speculators trains it from there)"
         )
-    result = {**layers, **{name: config[name] for name in _KEPT if name in config}}
-    result |= {
+    bidirectional = read(config, "sliding_window_non_causal", bool, None)
+    if bidirectional is None and kind != "dflash2" and "sliding_attention" in read(layers, "layer_types", [str], []):
+        raise ValueError(
+            f"{this} sliding layers but no sliding_window_non_causal: "
+            "do rows of a block see the rows after them? (speculators says no, vLLM yes)"
+        )
+    return {
+        **layers,
+        **{name: config[name] for name in _KEPT if name in config},
         "architectures": [ARCHITECTURES[kind]],
         "target_layer_ids": [tap - 1 for tap in taps],
         "sample_from_anchor": anchored,
-        "is_causal": _is_causal(config, kind),
+        # False where sliding layers are bidirectional like full ones; None where they are causal.
+        "is_causal": None if bidirectional is False else False,
     }
-    return result
 
 
 def gemma4_words(config: dict[str, Any]) -> dict[str, Any]:
@@ -61,13 +67,10 @@ def gemma4_words(config: dict[str, Any]) -> dict[str, Any]:
     """
     if config.get("architectures") != GEMMA4_DSPARK:
         return config
-    others = {
-        "enable_moe_block": config.get("enable_moe_block"),
-        "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input"),
-        "num_kv_shared_layers": config.get("num_kv_shared_layers"),
-        "hidden_activation": config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh",
-    }
-    if found := [name for name, value in others.items() if value]:
+    gelu, others = "gelu_pytorch_tanh", ("enable_moe_block", "hidden_size_per_layer_input", "num_kv_shared_layers")
+    found = [name for name in others if config.get(name)]
+    if found or config.get("hidden_activation", gelu) != gelu:
+        found.append("hidden_activation")
         raise ValueError(f"this Gemma 4 drafter has {found[0]} {shown(config[found[0]])}: not supported yet")
     if (rope := read(read(config, "rope_parameters", dict, {}), "full_attention", dict, None)) is None:
         raise ValueError("rope_parameters has full_attention None: how are a Gemma 4 drafter's rows turned?")
@@ -100,17 +103,3 @@ def _sample_from_anchor(config: dict[str, Any], kind: str) -> bool:
             "does the anchor's row propose a token? (speculators says yes, vLLM no)"
         )
     return bool(known)
-
-
-def _is_causal(config: dict[str, Any], kind: str) -> bool | None:
-    """False where sliding layers are bidirectional like full ones; None where they are causal."""
-    bidirectional = read(config, "sliding_window_non_causal", bool, None)
-    if bidirectional is None:
-        types = read(config["transformer_layer_config"], "layer_types", [str], [])
-        if kind != "dflash2" and "sliding_attention" in types:
-            raise ValueError(
-                "this speculators package has sliding layers but no sliding_window_non_causal: "
-                "do rows of a block see the rows after them? (speculators says no, vLLM yes)"
-            )
-        bidirectional = True
-    return False if bidirectional else None

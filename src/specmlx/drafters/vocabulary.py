@@ -18,36 +18,18 @@ class DraftVocabulary:
             raise ValueError("the draft vocabulary has an id twice")
         self.ids = ids.astype(mx.int32)
         # The head's row of each of the target's ids; where there is none, the row behind the last.
-        places = mx.full((vocab_size,), len(found), dtype=mx.int32)
-        self._places = mx.put_along_axis(places, self.ids, mx.arange(len(found), dtype=mx.int32), axis=0)
+        places = mx.full((vocab_size,), ids.size, dtype=mx.int32)
+        self._places = mx.put_along_axis(places, self.ids, mx.arange(ids.size, dtype=mx.int32), axis=0)
         mx.eval(self.ids, self._places)
-
-    def __len__(self) -> int:
-        return self.ids.size
 
     def rows_of(self, ids: mx.array) -> mx.array:
         """The head's rows of those of the target's ids `[N]` that it has, `[at most N]`, in their order."""
-        rows = self._places[ids]
-        return mx.array([row for row in rows.tolist() if row < len(self)], dtype=mx.int32)
+        return mx.array([row for row in self._places[ids].tolist() if row < self.ids.size], dtype=mx.int32)
 
     def widen(self, logits: mx.array) -> mx.array:
         """Logits `[..., Vd]` as `[..., V]`, -inf where there is no row."""
         none = mx.full((*logits.shape[:-1], 1), -mx.inf, dtype=logits.dtype)
         return mx.take(mx.concatenate([logits, none], axis=-1), self._places, axis=-1)
-
-
-def published_vocabulary(d2t: mx.array, t2d: mx.array | None, vocab_size: int) -> DraftVocabulary:
-    """The vocabulary of a file's `d2t` [Vd], offsets from draft to target ids, and `t2d` [V], which ids it has.
-
-    Raises ValueError where they disagree.
-    """
-    ids = d2t.astype(mx.int64) + mx.arange(d2t.size, dtype=mx.int64)
-    vocabulary = DraftVocabulary(ids, vocab_size)
-    if t2d is not None:
-        marked = [i for i, has in enumerate(t2d.astype(mx.bool_).tolist()) if has]
-        if marked != sorted(vocabulary.ids.tolist()):
-            raise ValueError("t2d and d2t disagree about the ids of the draft vocabulary: which of both is right?")
-    return vocabulary
 
 
 def take_rows(layer: nn.Linear | nn.Embedding, ids: mx.array) -> nn.Module:
@@ -73,11 +55,7 @@ def take_rows(layer: nn.Linear | nn.Embedding, ids: mx.array) -> nn.Module:
 
 def dense_rows(layer: nn.Linear, ids: mx.array) -> mx.array:
     """Rows `[..., K]` of a plain or quantized layer `[N, K]` for ids `[...]`. Raises ValueError for another kind."""
-    if isinstance(layer, nn.QuantizedLinear):
-        biases = layer.biases[ids] if "biases" in layer else None
-        return mx.dequantize(
-            layer.weight[ids], layer.scales[ids], biases, group_size=layer.group_size, bits=layer.bits, mode=layer.mode
-        )
-    if isinstance(layer, nn.Linear):
-        return layer.weight[ids]
+    for kind, table in ((nn.QuantizedLinear, nn.QuantizedEmbedding), (nn.Linear, nn.Embedding)):
+        if isinstance(layer, kind):
+            return table.__call__(layer, ids)
     raise ValueError(f"can't take rows of a {type(layer).__name__}: leave draft_markov_top_k out")

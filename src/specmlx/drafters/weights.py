@@ -12,8 +12,8 @@ from specmlx.formats.module_weights import column_major
 from specmlx.formats.scaled_linear import place
 from specmlx.targets.checkpoint import cast
 
-# mlx's layouts: with biases any of these sizes and bits, without them what the pair says.
-_SIZES, _BITS = (16, 32, 64, 128), (2, 3, 4, 5, 6, 8)
+# mlx's layouts: with biases of any of these bits in groups of so many, without them what the pair says.
+_BITS, _SIZES = (2, 3, 4, 5, 6, 8), (16, 32, 64, 128)
 _MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
 
 
@@ -26,11 +26,6 @@ def load_weights(model: nn.Module, weights: dict[str, mx.array], path: Path, dty
     _quantize_as_stored(model, weights)
     _check_names(model, weights, path)
     model.load_weights(list(weights.items()))
-    finish(model, dtype)
-
-
-def finish(model: nn.Module, dtype: mx.Dtype | None) -> None:
-    """Cast a loaded model's floating-point weights, if to `dtype`, lay them out for this device, and read them."""
     if dtype is not None:
         cast(model, dtype)
     if mx.default_device() == mx.cpu:

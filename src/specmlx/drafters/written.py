@@ -8,6 +8,9 @@ from specmlx.drafters.packaging import ARCHITECTURES, HEADS, SCALES, SELECTOR
 
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SIZES += ("head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias")
+_INPUTS = ("target_layer_ids", "mask_token_id")
+_OWN = {DFLASH: (), DFLASH2: SELECTOR, DSPARK: HEADS}
+"""The fields of a kind's own parts."""
 
 
 def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -17,17 +20,15 @@ def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any
     """
     architecture = "Qwen3DSparkModel" if parsed.frozen_copies else ARCHITECTURES[parsed.kind]
     architecture = {GEMMA4: "Gemma4DSparkModel", QWEN35: "Qwen35DSparkModel"}.get(parsed.family, architecture)
-    nested = ["target_layer_ids", "mask_token_id", "sample_from_anchor", "rope_is_neox_style", "draft_vocab_size"]
-    nested += [*SCALES, *{DFLASH: (), DFLASH2: SELECTOR}.get(parsed.kind, (*HEADS, "confidence_temperatures"))]
+    nested = [*_INPUTS, "sample_from_anchor", "rope_is_neox_style", "draft_vocab_size", *SCALES, *_OWN[parsed.kind]]
+    nested += ["confidence_temperatures"] if parsed.kind == DSPARK else []
     windows = {window for window in parsed.windows if window}
     if len(windows) > 1:
         raise ValueError(f"the drafter's layers have windows {sorted(windows)}: one config.json can't say that")
     plain = {
         "architectures": [architecture],
         **_layers(parsed),
-        "is_causal": parsed.is_causal,
-        "block_size": parsed.block_size,
-        "num_target_layers": parsed.num_target_layers,
+        **_fields(parsed, "is_causal", "block_size", "num_target_layers"),
         "dflash_config": {name: getattr(parsed, name) for name in nested},
         **{key: config[key] for key in ("quantization", "quantization_config") if config.get(key)},
     }
@@ -46,76 +47,30 @@ def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any
     return plain
 
 
-def _layers(config: DrafterConfig) -> dict[str, Any]:
-    """The fields of transformers' Qwen3Config."""
-    window = next((window for window in config.windows if window), None)
-    rope = {"rope_type": "default", **config.rope_scaling, "rope_theta": config.rope_theta}
-    return {
-        "model_type": "qwen3",
-        **{name: getattr(config, name) for name in _SIZES if getattr(config, name) is not None},
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        "rope_parameters": rope,
-        "layer_types": [SLIDING if window else FULL for window in config.windows],
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "tie_word_embeddings": False,
-    }
-
-
-def _header(config: DrafterConfig, architecture: str) -> dict[str, Any]:
-    return {
-        "architectures": [architecture],
-        "dtype": "bfloat16",
-        **_layers(config),
-        "rope_theta": config.rope_theta,
-        "num_target_layers": config.num_target_layers,
-        "block_size": config.block_size,
-    }
-
-
 def zlab_config(config: DrafterConfig) -> dict[str, Any]:
     """A config.json for a DFlash or DFlash 2 drafter as z-lab writes it."""
-    nested = {"target_layer_ids": list(config.target_layer_ids), "mask_token_id": config.mask_token_id}
-    nested |= {name: getattr(config, name) for name in SCALES if getattr(config, name) is not None}
-    if config.kind == DFLASH2:
-        nested |= {name: getattr(config, name) for name in SELECTOR}
-    return {
-        **_header(config, ARCHITECTURES[config.kind]),
-        "is_causal": config.is_causal,
-        "dflash_config": nested,
-    }
+    nested = _fields(config, *_INPUTS, *SCALES, *_OWN[config.kind])
+    return _header(config, ARCHITECTURES[config.kind]) | {"is_causal": config.is_causal, "dflash_config": nested}
 
 
 def deepspec_config(config: DrafterConfig, anchors: int) -> dict[str, Any]:
     """The same for a DSpark drafter as DeepSpec writes it; `anchors` is its num_anchors."""
-    return {
-        **_header(config, "Qwen3DSparkModel"),
-        "num_anchors": anchors,
-        "target_layer_ids": list(config.target_layer_ids),
-        "mask_token_id": config.mask_token_id,
-        **{name: getattr(config, name) for name in HEADS},
-    }
+    return _header(config, "Qwen3DSparkModel") | {"num_anchors": anchors} | _fields(config, *_INPUTS, *HEADS)
 
 
 def speculators_config(config: DrafterConfig, verifier: str, architectures: list[str]) -> dict[str, Any]:
     """The same as the speculators package writes it: tap ids count the embedding; `verifier` is the target's name."""
-    names = {DFLASH: (), DFLASH2: SELECTOR, DSPARK: HEADS}[config.kind]
-    temperatures = config.confidence_temperatures
     method = {"proposal_type": "greedy", "speculative_tokens": config.max_width, "verifier_accept_k": 1}
     return {
         "architectures": [ARCHITECTURES[config.kind]],
         "dtype": "bfloat16",
         "speculators_model_type": config.kind,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
-        "block_size": config.block_size,
-        "mask_token_id": config.mask_token_id,
+        **_fields(config, "block_size", "mask_token_id", "sample_from_anchor", "confidence_temperatures"),
+        **_fields(config, *_OWN[config.kind]),
         "draft_vocab_size": config.vocab_size,
         "target_hidden_size": None,
-        "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": config.is_causal is False,
-        **{name: getattr(config, name) for name in names},
-        **({"confidence_temperatures": list(temperatures)} if temperatures else {}),
         "tie_word_embeddings": False,
         "transformer_layer_config": _layers(config),
         "speculators_config": {
@@ -124,4 +79,31 @@ def speculators_config(config: DrafterConfig, verifier: str, architectures: list
             "proposal_methods": [{**method, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": verifier, "architectures": architectures},
         },
+    }
+
+
+def _fields(config: DrafterConfig, *names: str) -> dict[str, Any]:
+    """Those of the fields that aren't None, as JSON has them."""
+    found = {name: getattr(config, name) for name in names}
+    return {name: [*x] if isinstance(x, tuple) else x for name, x in found.items() if x is not None}
+
+
+def _header(config: DrafterConfig, architecture: str) -> dict[str, Any]:
+    sizes = _fields(config, "rope_theta", "num_target_layers", "block_size")
+    return {"architectures": [architecture], "dtype": "bfloat16", **_layers(config), **sizes}
+
+
+def _layers(config: DrafterConfig) -> dict[str, Any]:
+    """The fields of transformers' Qwen3Config."""
+    window = next((window for window in config.windows if window), None)
+    return {
+        "model_type": "qwen3",
+        **_fields(config, *_SIZES),
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "rope_parameters": {"rope_type": "default", **config.rope_scaling, "rope_theta": config.rope_theta},
+        "layer_types": [SLIDING if window else FULL for window in config.windows],
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "tie_word_embeddings": False,
     }

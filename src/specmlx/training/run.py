@@ -247,7 +247,7 @@ def _begun_with(path: str, model: Model | AnyLM) -> BlockDrafter:
     if not isinstance(drafter, BlockDrafter):
         raise ValueError(f"--init {path} is no DFlash, DFlash 2 or DSpark drafter: only those are trained")
     if drafter.vocabulary is not None:
-        raise ValueError(f"--init {path} has a vocabulary of {len(drafter.vocabulary)}: only whole ones are trained")
+        raise ValueError(f"--init {path} has a vocabulary of {drafter.vocabulary.ids.size}: only whole ones are trained")
     parameters = drafter.model.parameters()
     if not all(mx.issubdtype(x.dtype, mx.floating) for _, x in tree_flatten(parameters)):
         raise ValueError(f"--init {path} is quantized: begin with the drafter's full-precision files")
