@@ -223,8 +223,8 @@ def test_the_default_is_4_bits_on_metal_for_what_is_not_packed_yet_and_none_else
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"draft_window": 0}, "draft_window is 0: it must be at least 1"),
-        ({"draft_vocab": -3}, "draft_vocab is -3: it must be at least 1"),
+        ({"draft_window": 0}, "draft_window is 0: it must be an integer of at least 1"),
+        ({"draft_vocab": -3}, "draft_vocab is -3: it must be an integer of at least 1"),
         ({"draft_quantize": "3"}, "draft_quantize is '3': it must be one of 8, 4, nvfp4, mxfp4, none"),
         ({"draft_vocab_file": "x"}, "draft_vocab_file is x, but draft_vocab says no number"),
     ],

@@ -2,13 +2,16 @@
 
 import re
 import sys
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from specmlx.drafters.mtp import MTP, MTPHead
-from specmlx.drafters.mtp_norms import settle_norms
 from specmlx.drafters.pairing import is_split_mtp, mtp_reasons
 from specmlx.drafters.weights import load_weights
 from specmlx.formats.checkpoint import read_config, read_weights, shards_of
@@ -19,6 +22,15 @@ from specmlx.targets.gguf_config import config_of
 from specmlx.targets.hybrid import Model
 from specmlx.targets.weights import stacked_experts
 
+TOKENS = 64
+# In the form that the models with such heads are trained on.
+_QUESTION = (
+    "<|im_start|>user\nPlease write a class Trip in Python that has map and lamp and picture.<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+_SCALES = (0.125, 0.25, 0.5, 1.0)
+# Of the text's tokens, how many a head has to guess for its norms to be told.
+_LEAST = 0.125
 _PREFIX = re.compile(r"(?:model\.|language_model\.)*mtp\.")
 
 
@@ -26,7 +38,7 @@ def load_mtp(path: str | Path, target: Model, dtype: mx.Dtype | None = None) -> 
     """The MTP head in a directory or a GGUF file, paired with its target; `dtype` casts its floating-point weights.
 
     Published files hold norms as w - 1. Converted ones hold w, w - 1, or both, and no file says so but ours: norms are
-    then what the target's own text shows (see `mtp_norms`), which stderr is told. Raises ValueError, one line, for a
+    then what the target's own text shows (see `settle_norms`), which stderr is told. Raises ValueError, one line, for a
     directory without a head, a head that doesn't fit, and missing, extra or misshapen tensors.
     """
     path = Path(path)
@@ -82,3 +94,81 @@ def build_mtp(
     head = MTPHead(HybridConfig.from_dict(config))
     load_weights(head, stacked_experts(weights), where, dtype)
     return MTP(head, target)
+
+
+def settle_norms(drafter: MTP, target: Model, doubtful: Iterable[str]) -> str:
+    """Add 1 to those of the head's `doubtful` norms with which it guesses the target's greedy text best.
+
+    Returns in one line what was chosen; nothing is where the head guesses hardly a token either way.
+    """
+    text, doubtful = _greedy(target, drafter.tap_ids), set(doubtful)
+    stored = {name: w for name, w in tree_flatten(drafter.model.parameters()) if name in doubtful}
+
+    def apply(raised: frozenset[str]) -> None:
+        norms = [(name, w + 1 if name in raised else w) for name, w in stored.items()]
+        drafter.model.load_weights(norms, strict=False)
+
+    @cache
+    def score(raised: frozenset[str]) -> tuple[float, float]:
+        apply(raised)
+        return _score(drafter, text)
+
+    every = frozenset(stored)
+    layer = frozenset(name for name in stored if name.startswith("layers."))
+    final = every & {"norm.weight"}
+    # What converters have been seen to do; from the best of them on, norm by norm.
+    best = max([frozenset(), every, layer, every - layer, final, every - final], key=score)
+    while (better := max((best ^ {name} for name in stored), key=score)) and score(better) > score(best):
+        best = better
+    hits = score(best)[1]
+    best = best if hits >= _LEAST else frozenset()
+    apply(best)
+    names = sorted(name.removesuffix(".weight").rpartition(".")[2] for name in best)
+    chosen = "w" if not best else "w - 1" if best == every else f"w, but w - 1 in {', '.join(names)}"
+    found = f"{round(hits * TOKENS)} of {TOKENS} tokens guessed"
+    return f"norms read as {chosen}" + (f" ({found})" if hits >= _LEAST else f", by their names: {found} either way")
+
+
+def _greedy(target: Model, tap_ids: Sequence[int]) -> tuple[mx.array, mx.array]:
+    """Ids `[1, n + TOKENS]` of a prompt of n and the target's answer, and the last layer's rows of all but the last."""
+    states, rows, features = target.new_states(), mx.array([_prompt(target)], dtype=mx.int32), []
+    ids = [rows]
+    for _ in range(TOKENS):
+        done = target.verify(states, rows, tap_ids)
+        token = mx.argmax(done.logits[:, -1:], axis=-1).astype(mx.int32)
+        states.evaluate()
+        mx.eval(token, done.features)
+        states.commit(rows.shape[1])
+        features.append(done.features)
+        ids.append(token)
+        rows = token
+    return mx.concatenate(ids, axis=1), mx.concatenate(features, axis=1)
+
+
+def _prompt(target: Model) -> list[int]:
+    from tokenizers import Tokenizer
+
+    try:
+        ids = Tokenizer.from_file(str(Path(target.directory or "") / "tokenizer.json")).encode(_QUESTION).ids
+    # tokenizers raises a bare Exception.
+    except Exception:
+        ids = []
+    return ids if ids and max(ids) < target.config.vocab_size else list(range(16, 32))
+
+
+def _score(drafter: MTP, text: tuple[mx.array, mx.array]) -> tuple[float, float]:
+    """How well the head guesses the answer, each token from those before it; and the share that it guesses right.
+
+    Norms that are off by 1 mostly scale logits, which argmax doesn't see, so the likelihood is that of the best scale.
+    """
+    ids, features = text
+    head, layer = drafter.model, drafter.model.layers[0]
+    hidden = drafter.target.model.norm(features).astype(head.norm.weight.dtype)
+    embeddings = drafter.target.embed_tokens(ids[:, 1:-1]).astype(hidden.dtype)
+    mixer = partial(layer.self_attn, kv=None, start=0, length=0, mask="causal")
+    y, _ = layer(head.rows(embeddings, hidden[:, :-1]), mixer)
+    answer = ids[0, 1 - TOKENS :, None]
+    logits = drafter.logits(head.norm(y[0, 1 - TOKENS :])).astype(mx.float32)
+    hits = (mx.argmax(logits, axis=-1, keepdims=True) == answer).mean()
+    losses = [nn.losses.cross_entropy(logits * scale, answer[:, 0], reduction="mean") for scale in _SCALES]
+    return (hits - 0.5 * mx.min(mx.stack(losses))).item(), hits.item()

@@ -8,25 +8,27 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specmlx.drafters.base import HeadedDrafter
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.dspark import DSpark
-from specmlx.drafters.mtp import MTP
 from specmlx.drafters.small_lm import SmallLM
 from specmlx.formats.header import read_json
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
+from specmlx.formats.values import integer
 from specmlx.kernels.dispatch import on_metal
 
 FREQUENCIES = "token_frequencies.json"
 # mode, bits and group size by name.
-QUANTIZATIONS = {
-    "8": ("affine", 8, 64),
-    "4": ("affine", 4, 64),
-    "nvfp4": ("nvfp4", 4, 16),
-    "mxfp4": ("mxfp4", 4, 32),
-}
+QUANTIZATIONS = {"8": ("affine", 8, 64), "4": ("affine", 4, 64), "nvfp4": ("nvfp4", 4, 16), "mxfp4": ("mxfp4", 4, 32)}
 NONE = "none"
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc")
 _HEADS = ("markov_head", "confidence_head", "candidate_selector")
+_USES = {
+    "draft_window": BlockDrafter,
+    "draft_quantize": HeadedDrafter | SmallLM,
+    "draft_vocab": HeadedDrafter,
+    "draft_markov_top_k": DSpark,
+}
 
 
 def default_quantization(model: nn.Module, metal: bool) -> str:
@@ -57,9 +59,8 @@ class DraftSettings:
 
     def __post_init__(self):
         for name in ("draft_window", "draft_vocab", "draft_markov_top_k"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} is {value!r}: it must be at least 1")
+            if (value := getattr(self, name)) is not None:
+                integer(name, value, 1)
         if self.draft_quantize not in (None, NONE, *QUANTIZATIONS):
             known = ", ".join((*QUANTIZATIONS, NONE))
             raise ValueError(f"draft_quantize is {self.draft_quantize!r}: it must be one of {known}")
@@ -71,7 +72,11 @@ class DraftSettings:
 
         Raises ValueError, one line, for what the drafter has no use for, and before anything of it has changed.
         """
-        self._refuse(drafter)
+        for name, kinds in _USES.items():
+            if (value := getattr(self, name)) not in (None, NONE) and not isinstance(drafter, kinds):
+                user = f"a {type(drafter).__name__} drafter has no use for it"
+                user = "there is no drafter" if drafter is None else user
+                raise ValueError(f"{name} is {value} but {user}: leave it out")
         ids = None if self.draft_vocab is None else self._shortlist(drafter.vocab_size, directories)
         if self.draft_window is not None:
             drafter.draft_window = self.draft_window
@@ -79,22 +84,8 @@ class DraftSettings:
             drafter.markov_top_k = min(self.draft_markov_top_k, drafter.config.draft_vocab_size)
         if ids is not None:
             drafter.shorten(ids)
-        if isinstance(drafter, BlockDrafter | MTP | SmallLM):
+        if isinstance(drafter, _USES["draft_quantize"]):
             self._quantize(drafter.model)
-
-    def _refuse(self, drafter: Any) -> None:
-        uses = {
-            "draft_window": BlockDrafter,
-            "draft_quantize": BlockDrafter | MTP | SmallLM,
-            "draft_vocab": BlockDrafter | MTP,
-            "draft_markov_top_k": DSpark,
-        }
-        for name, kinds in uses.items():
-            value = getattr(self, name)
-            if value in (None, NONE) or isinstance(drafter, kinds):
-                continue
-            what = "there is no drafter" if drafter is None else f"a {type(drafter).__name__} drafter has no use for it"
-            raise ValueError(f"{name} is {value} but {what}: leave it out")
 
     def _shortlist(self, vocab_size: int, directories: Sequence[Path]) -> mx.array:
         files = [Path(self.draft_vocab_file)] if self.draft_vocab_file else [d / FREQUENCIES for d in directories]
@@ -110,8 +101,7 @@ class DraftSettings:
         return mx.array(ids[: self.draft_vocab], dtype=mx.int32)
 
     def _quantize(self, model: nn.Module) -> None:
-        name = self.draft_quantize or default_quantization(model, on_metal())
-        if name == NONE:
+        if (name := self.draft_quantize or default_quantization(model, on_metal())) == NONE:
             return
         mode, bits, group_size = QUANTIZATIONS[name]
 
@@ -120,8 +110,7 @@ class DraftSettings:
             known = parts[-1] in _PROJECTIONS and not any(head in parts for head in _HEADS)
             return known and type(module) is nn.Linear and module.weight.shape[-1] % group_size == 0
 
-        found = [path for path, module in model.named_modules() if chosen(path, module)]
-        if not found and self.draft_quantize is not None:
+        if self.draft_quantize and not any(chosen(path, module) for path, module in model.named_modules()):
             what = f"no dense projection in groups of {group_size}"
             raise ValueError(f"draft_quantize is {name} but the drafter has {what}: leave it out")
         nn.quantize(model, group_size, bits, mode=mode, class_predicate=chosen)

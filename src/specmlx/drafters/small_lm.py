@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,23 @@ class LMContext:
         start, newest = self.before
         self.ids[start:] = newest[: count if isinstance(count, int) else count[0]]
 
-    def rewind(self) -> list[int]:
-        """Trim the caches to the rows that are the ids' own, and give the ids that have no row yet."""
+    def catch_up(self) -> None:
+        """Trim the caches to the rows that are the ids' own, and run the model on the ids that have none yet."""
         if self.drafts is not None:
             self.rows += self.drafts.tolist()
             self.drafts = None
-        same = next((i for i, (a, b) in enumerate(zip(self.rows, self.ids, strict=False)) if a != b), None)
-        same = min(len(self.rows), len(self.ids)) if same is None else same
+        same = len(commonprefix([self.rows, self.ids]))
         if (gone := len(self.rows) - same) > _SPARE:
             self.caches, same = _caches(self.model), 0
         else:
             trim_prompt_cache(self.caches, gone)
         self.rows = self.ids[:same]
-        return self.ids[same:]
+        for start in range(same, end := len(self.ids), _CHUNK):
+            part = self.ids[start : start + _CHUNK]
+            self.model(mx.array([part], dtype=mx.int32), cache=self.caches)
+            self.rows += part
+            if end - same > _CHUNK:
+                mx.eval(self.arrays())
 
     def arrays(self) -> list[mx.array]:
         drafts = [] if self.drafts is None else [self.drafts]
@@ -89,10 +94,10 @@ class SmallLM(BaseDrafter):
         context.before = (len(context.ids), newest)
         context.ids += newest
         if len(context.ids) - len(context.rows) > _CHUNK:
-            self._run(context, context.rewind())
+            context.catch_up()
 
     def _propose(self, context: LMContext, anchor: mx.array, slots: int, policy: DraftPolicy) -> Proposal:
-        self._run(context, context.rewind())
+        context.catch_up()
         fed = []
 
         def draw(slot: int, token: mx.array) -> Drawn:
@@ -102,14 +107,6 @@ class SmallLM(BaseDrafter):
         tokens, q = one_by_one(anchor, slots, draw)
         context.drafts = mx.concatenate(fed)
         return Proposal(tokens, q)
-
-    def _run(self, context: LMContext, ids: list[int]) -> None:
-        for start in range(0, len(ids), _CHUNK):
-            part = ids[start : start + _CHUNK]
-            self.model(mx.array([part], dtype=mx.int32), cache=context.caches)
-            context.rows += part
-            if len(ids) > _CHUNK:
-                mx.eval(context.arrays())
 
     def _widened(self, logits: mx.array) -> mx.array:
         """Logits over the target's ids: the tables of two sizes of a family may be padded differently."""

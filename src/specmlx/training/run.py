@@ -246,8 +246,8 @@ def _begun_with(path: str, model: Model | AnyLM) -> BlockDrafter:
     drafter = load_drafter(path, model, mx.float32)
     if not isinstance(drafter, BlockDrafter):
         raise ValueError(f"--init {path} is no DFlash, DFlash 2 or DSpark drafter: only those are trained")
-    if drafter.vocabulary is not None:
-        raise ValueError(f"--init {path} has a vocabulary of {drafter.vocabulary.ids.size}: only whole ones are trained")
+    if (vocabulary := drafter.vocabulary) is not None:
+        raise ValueError(f"--init {path} has a vocabulary of {vocabulary.ids.size}: only whole ones are trained")
     parameters = drafter.model.parameters()
     if not all(mx.issubdtype(x.dtype, mx.floating) for _, x in tree_flatten(parameters)):
         raise ValueError(f"--init {path} is quantized: begin with the drafter's full-precision files")
