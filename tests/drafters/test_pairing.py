@@ -20,9 +20,9 @@ from drafter_kit import (
 )
 from mlx.utils import tree_flatten
 
+from specmlx.drafters.block_drafter import DFlash
 from specmlx.drafters.checkpoint import build, load_drafter
 from specmlx.drafters.config import DrafterConfig, default_taps, is_language_model
-from specmlx.drafters.dflash import DFlash
 from specmlx.drafters.dflash2 import DFlash2
 from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.pairing import check_pair

@@ -2,32 +2,21 @@
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from specmlx.drafters.pairing import TargetSizes
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.drafters.vocabulary import DraftVocabulary, take_rows
 from specmlx.formats.module_weights import fingerprint
+from specmlx.targets.target import Target
 
 # By any drafter that runs its model once a token.
 MAX_WIDTH = 7
 
 Drawn = tuple[mx.array, mx.array | None]
 """Tokens `[B, S]` int32 and q `[B, S, V]` float32, or None for q."""
-
-
-class Target(Protocol):
-    """What a drafter uses of its target: its sizes, its embedding and its head's layer."""
-
-    config: TargetSizes
-
-    def embed_tokens(self, ids: mx.array) -> mx.array: ...
-
-    @property
-    def head(self) -> nn.Module: ...
 
 
 class BaseDrafter:

@@ -137,8 +137,7 @@ class BlockTrunk(nn.Module):
     ) -> mx.array:
         """Normed rows `[B, R, hidden]` of blocks that attend to a context of taps; pure, differentiable.
 
-        block_embeddings: `[B, R, hidden]`, the rows of one block or of many packed ones,
-            `input_embedding_scale` applied.
+        block_embeddings: `[B, R, hidden]`, the rows of one block or of many packed ones, scaled.
         block_positions, context_positions: `[B, R]` and `[B, S]` int32, absolute.
         context_features: `[B, S, F]`.
         mask: boolean `[B or 1, 1, R, S + R]`, True where a row may be seen: context keys first, then the
@@ -146,10 +145,8 @@ class BlockTrunk(nn.Module):
         grad_checkpoint: gradients run each layer again instead of keeping what it computed.
         """
         positions = mx.concatenate([context_positions, block_positions], axis=1)
-        masks = {
-            window: visible(mask, window, self.config.causal(window), block_positions, positions)
-            for window in set(self.config.windows)
-        }
+        windows, causal = self.config.windows, self.config.causal
+        masks = {window: visible(mask, window, causal(window), block_positions, positions) for window in set(windows)}
 
         def run(layer: Layer, mask: mx.array, x: mx.array, context: mx.array) -> mx.array:
             before = layer.self_attn.keys_values(context, context_positions)
@@ -160,7 +157,7 @@ class BlockTrunk(nn.Module):
             return layer(x, block_positions, join, mask)
 
         x, context = block_embeddings.astype(self.dtype), self.project(context_features)
-        for layer, window in zip(self.layers, self.config.windows, strict=True):
+        for layer, window in zip(self.layers, windows, strict=True):
             step = partial(run, layer, masks[window])
             x = (nn.utils.checkpoint(layer, step) if grad_checkpoint else step)(x, context)
         return self.norm(x)
@@ -174,6 +171,5 @@ def visible(mask: mx.array, window: int | None, causal: bool, queries: mx.array,
     if window is None and not causal:
         return mask
     distance = queries[:, None, :, None] - keys[:, None, None, :]
-    if window is None:
-        return mask & (distance >= 0)
-    return mask & (distance < window) & (distance >= 0 if causal else -distance < window)
+    mask = mask & (distance >= 0 if causal else -distance < window)
+    return mask if window is None else mask & (distance < window)

@@ -5,10 +5,12 @@ from functools import cached_property, partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from specmlx.drafters.base import HeadedDrafter, Target
+from specmlx.drafters.base import HeadedDrafter
 from specmlx.drafters.block import BlockTrunk, visible
 from specmlx.drafters.context import Context, Rows
+from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.drafters.vocabulary import DraftVocabulary
+from specmlx.targets.target import Target
 
 # How many rows before the anchor the layers see that have no window of their own.
 DRAFT_WINDOW = 4096
@@ -57,7 +59,9 @@ class BlockDrafter(HeadedDrafter):
         projected = self.model.project(features[:, first:])
         for rows, skip in zip(context.groups, skips, strict=True):
             if skip:
-                rows.advance(skip)
+                # Those after them fill the window.
+                rows.drop(0)
+                rows.base = rows.base + skip
             self._append(rows, projected[:, skip - first :], count - skip)
 
     def _append(self, rows: Rows, projected: mx.array, count: int | mx.array) -> None:
@@ -122,3 +126,10 @@ class BlockDrafter(HeadedDrafter):
         if cap := self.config.final_logit_softcapping:
             logits = mx.tanh(logits / cap) * cap
         return logits
+
+
+class DFlash(BlockDrafter):
+    """DFlash (arXiv 2602.06036): γ = block - 1; row t proposes the token at its own position, the anchor's none."""
+
+    def _propose(self, context: Context, anchor: mx.array, slots: int, policy: DraftPolicy) -> Proposal:
+        return Proposal(*policy.draft(self.widen(self.logits(self.slots_hidden(context, anchor, slots))), 0))

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from specmlx.drafters.base import Target
 from specmlx.drafters.block import BlockTrunk
-from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.block_drafter import BlockDrafter, DFlash
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, QWEN35, DrafterConfig
-from specmlx.drafters.dflash import DFlash
 from specmlx.drafters.dflash2 import DFlash2, DFlash2Trunk
 from specmlx.drafters.dspark import DSpark, DSparkTrunk
 from specmlx.drafters.mtp import MTP
@@ -20,6 +18,7 @@ from specmlx.drafters.weights import load_weights
 from specmlx.formats.checkpoint import read_config, read_weights, tensors_of
 from specmlx.formats.scaled import is_scaled, read_scaled
 from specmlx.targets.checkpoint import check_sizes
+from specmlx.targets.target import Target
 
 # The latter in early SpecForge's files.
 PREFIXES = ("model.", "logit_head.")

@@ -17,12 +17,7 @@ class Rows:
     """
 
     def __init__(
-        self,
-        batch: int,
-        layers: Sequence[int] = (),
-        window: int | None = None,
-        keep: int | None = None,
-        start: int = 0,
+        self, batch: int, layers: Sequence[int] = (), window: int | None = None, keep: int | None = None, start: int = 0
     ):
         self.layers, self.window, self.keep = layers, window, keep
         self.base = mx.full((batch,), start, dtype=mx.int32)
@@ -50,12 +45,6 @@ class Rows:
         self.length = self.start + mx.array(count, dtype=mx.int32)
         self.max_length = self.max_start + (count if isinstance(count, int) else max(count))
 
-    def advance(self, skip: int) -> None:
-        """Forget all rows, and leave out the next `skip` as well: those after them fill the window."""
-        self.base = self.base + self.length + skip
-        self.length = mx.zeros_like(self.length)
-        self.max_length = 0
-
     def drop(self, keep: int) -> None:
         """Keep each sequence's newest `keep` rows: the others lie before every window that is still to come."""
         keep = min(keep, self.max_length)
@@ -75,8 +64,8 @@ class Rows:
             setattr(joined, name, _stacked([getattr(part, name) for part in parts]))
         joined.max_length = max(part.max_length for part in parts)
         joined.max_start = max(part.max_start for part in parts)
-        layers = {i for part in parts for i in part.kvs}
-        joined.kvs = {i: merge([(part.kvs.get(i), len(part.length)) for part in parts]) for i in sorted(layers)}
+        kvs = {i: merge([(part.kvs.get(i), len(part.length)) for part in parts]) for i in self.layers}
+        joined.kvs = {i: kv for i, kv in kvs.items() if kv is not None}
         return joined
 
     def lanes(self, indices: Sequence[int]) -> "Rows":
@@ -99,9 +88,8 @@ class Rows:
 
     def unpack(self, packed: dict[str, mx.array]) -> None:
         key = self.layers[0]
-        self.base = packed.get(f"{key}.base", self.base)
-        self.length = self.start = packed[f"{key}.length"]
-        self.max_length = self.max_start = self.length.item()
+        self.base, self.length = packed.get(f"{key}.base", self.base), packed[f"{key}.length"]
+        self.start, self.max_length = self.length, self.length.item()
         layers = self.layers if self.max_length else ()
         self.kvs = {i: KV(packed[f"{i}.keys"], packed[f"{i}.values"]) for i in layers}
 

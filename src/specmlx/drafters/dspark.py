@@ -2,16 +2,17 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.gemma3_text import MLP
 
 from specmlx.drafters.base import Drawn, one_by_one
-from specmlx.drafters.block import BlockTrunk, Layer
+from specmlx.drafters.block import Attention, BlockTrunk, Join, Layer
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import GEMMA4, DrafterConfig
 from specmlx.drafters.context import Context
-from specmlx.drafters.gemma4 import Gemma4Layer
 from specmlx.drafters.proposal import DraftPolicy, Proposal, among
 from specmlx.drafters.vocabulary import dense_rows, take_rows
 from specmlx.kernels.draft_head import chain, top_k, walk
+from specmlx.kernels.linear import products
 
 
 class MarkovHead(nn.Module):
@@ -79,6 +80,45 @@ class ConfidenceHead(nn.Module):
         return self.proj(x).squeeze(-1).astype(mx.float32)
 
 
+class Gemma4Attention(Attention):
+    """Attention whose scale is 1; its values are normed, and may be the keys' projection before norm and rope."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self.eps = config.rms_norm_eps
+        self.scale = 1.0
+
+    def _keys_values(self, projected: list[mx.array], positions: mx.array) -> tuple[mx.array, mx.array]:
+        keys, values = super()._keys_values(projected, positions)
+        return keys, mx.fast.rms_norm(values, None, self.eps)
+
+
+class Gemma4MLP(MLP):
+    def __call__(self, x: mx.array) -> mx.array:
+        gate, up = products(x, self.gate_proj, self.up_proj)
+        return self.down_proj(nn.gelu_approx(gate) * up)
+
+
+class Gemma4Layer(Layer):
+    """A layer of Gemma 4's own (DeepSpec's Gemma4DSparkModel) around the drafter's keys.
+
+    Norms before and after each half, and a scale of the whole.
+    """
+
+    attention, mlp_kind = Gemma4Attention, Gemma4MLP
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        self.pre_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_feedforward_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layer_scalar = mx.ones((1,))
+
+    def __call__(self, x: mx.array, positions: mx.array, join: Join, mask: mx.array) -> mx.array:
+        h = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), positions, join, mask))
+        r = self.mlp(self.pre_feedforward_layernorm(h))
+        return (h + self.post_feedforward_layernorm(r)) * self.layer_scalar
+
+
 class DSparkTrunk(BlockTrunk):
     """The trunk with DSpark's heads, by DeepSpec's names."""
 
@@ -107,55 +147,40 @@ class DSpark(BlockDrafter):
     def _propose(self, context: Context, anchor: mx.array, slots: int, policy: DraftPolicy) -> Proposal:
         hidden = self.slots_hidden(context, anchor, slots)
         head, reduced = self.model.markov_head, None if self.vocabulary is None else self.vocabulary.ids
-        unary, rows = self.logits(hidden), None
+        # All logits, or the best of each slot's with their rows of the head and their ids.
+        logits, rows, state = self.logits(hidden), None, None
         if self.markov_top_k is not None:
-            unary, rows = top_k(unary, self.markov_top_k)
+            logits, rows = top_k(logits, self.markov_top_k)
         ids = rows if rows is None or reduced is None else reduced[rows]
-        draws = policy.draws(len(anchor), slots, self.vocab_size) if head.chained and rows is ids else None
-        if draws is None:
-            tokens, q = self._one_by_one(hidden, anchor, policy, unary, rows, ids)
-        else:
-            # All slots by one operator.
-            w1, w2, scale = head.markov_w1.weight, head.markov_w2.weight, draws.scale
-            if rows is None:
-                noise = draws.noise if reduced is None else draws.at(reduced)
-                tokens, biased = chain(unary, w1, w2, anchor, noise, scale, reduced, keep_logits=draws.sampled)
-            else:
-                tokens, biased = walk(unary, ids, w1, w2, anchor, None, draws.at(ids), scale)
-            q = None
-            if draws.sampled:
-                q = draws.q(self.widen(biased) if rows is None else among(biased, ids, self.vocab_size))
-        previous = mx.concatenate([anchor[:, None].astype(mx.int32), tokens[:, :-1]], axis=1)
-        return Proposal(tokens, q, self._confidence(hidden, previous))
-
-    def _one_by_one(
-        self,
-        hidden: mx.array,
-        anchor: mx.array,
-        policy: DraftPolicy,
-        unary: mx.array,
-        rows: mx.array | None,
-        ids: mx.array | None,
-    ) -> Drawn:
-        """Tokens by the logits `[B, S, Vd]`, or those `[B, S, K]` of the head's `rows`, whose tokens are `ids`."""
-        head, state = self.model.markov_head, None
 
         def draw(slot: int, previous: mx.array) -> Drawn:
             nonlocal state
             at = slice(slot, slot + 1)
             state, latent = head.step(state, previous, hidden[:, at])
             if rows is None:
-                return policy.draft(self.widen(unary[:, at] + head.markov_w2(latent)), slot)
+                return policy.draft(self.widen(logits[:, at] + head.markov_w2(latent)), slot)
             w2 = dense_rows(head.markov_w2, rows[:, at]).astype(mx.float32)
-            scores = unary[:, at] + (w2 @ latent.astype(mx.float32)[..., None])[..., 0]
+            scores = logits[:, at] + (w2 @ latent.astype(mx.float32)[..., None])[..., 0]
             return policy.draft_among(scores, ids[:, at], slot, self.vocab_size)
 
-        return one_by_one(anchor, hidden.shape[1], draw)
-
-    def _confidence(self, hidden: mx.array, previous: mx.array) -> mx.array | None:
-        if not self.config.enable_confidence_head:
-            return None
-        logits = self.model.confidence_head(hidden, self.model.markov_head.markov_w1(previous))
-        if temperatures := self.config.confidence_temperatures:
-            logits = logits / mx.array(temperatures[: logits.shape[1]])
-        return mx.sigmoid(logits)
+        draws = policy.draws(len(anchor), slots, self.vocab_size) if head.chained and rows is ids else None
+        if draws is None:
+            tokens, q = one_by_one(anchor, slots, draw)
+        else:
+            # All slots by one operator.
+            tables, q = (head.markov_w1.weight, head.markov_w2.weight, anchor), None
+            if rows is None:
+                noise, kept = draws.at(reduced), draws.sampled
+                tokens, scores = chain(logits, *tables, noise, draws.scale, reduced, keep_logits=kept)
+            else:
+                tokens, scores = walk(logits, ids, *tables, None, draws.at(ids), draws.scale)
+            if draws.sampled:
+                q = draws.q(self.widen(scores) if rows is None else among(scores, ids, self.vocab_size))
+        confidence = None
+        if self.config.enable_confidence_head:
+            previous = mx.concatenate([anchor[:, None].astype(mx.int32), tokens[:, :-1]], axis=1)
+            confidence = self.model.confidence_head(hidden, head.markov_w1(previous))
+            if temperatures := self.config.confidence_temperatures:
+                confidence = confidence / mx.array(temperatures[:slots])
+            confidence = mx.sigmoid(confidence)
+        return Proposal(tokens, q, confidence)
