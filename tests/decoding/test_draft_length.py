@@ -30,14 +30,13 @@ from specmlx.decoding.draft_length import (
     FixedLength,
     LaneLengths,
     Measurement,
-    curve_file,
-    power_mode,
 )
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.sampling import make_sampler
 from specmlx.decoding.timer import round_seconds
 from specmlx.generation.draft_options import auto_length
 from specmlx.generation.scheduler import Scheduler
+from specmlx.kernels.choice.table import power_mode
 from specmlx.targets.any_lm import AnyLM
 
 # Plain rounds' worth of a pass with T rows: one read of the weights, one read for every five rows (stock mlx), one for
@@ -133,11 +132,11 @@ def exact(most: int, curve: str, draft: str, survival=()) -> Curve:
 @pytest.mark.parametrize("curve", CURVES)
 @pytest.mark.parametrize("most", [7, 15])
 def test_it_never_loses_and_comes_near_the_best_fixed_number(most, curve, draft, pattern):
-    fixed = [Machine(curve, draft).answer(FixedLength(n), pattern) for n in range(most + 1)]
-    machines = [Machine(curve, draft, seed) for seed in (1, 2)]
+    machines = [Machine(curve, draft, seed) for seed in range(1, 5)]
+    fixed = [sum(machine.answer(FixedLength(n), pattern) for machine in machines) / 4 for n in range(most + 1)]
     speeds = [machine.answer(measured(most, machine), pattern) for machine in machines]
     assert min(speeds) >= 0.95 * fixed[0]
-    assert sum(speeds) / 2 >= 0.95 * max(fixed)
+    assert sum(speeds) / 4 >= 0.95 * max(fixed)
 
 
 @pytest.mark.parametrize("most", [7, 15])
@@ -167,7 +166,7 @@ def test_every_request_proposes_at_least_one_token_at_first_however_bad_others_w
 
 def test_where_no_number_of_rows_wins_even_if_all_is_kept_nothing_is_ever_proposed():
     machine = Machine("linear", "dear")
-    machine.answer(AutoLength(7, exact(7, "linear", "dear", [1.0] * 7)), "steady high")
+    machine.answer(AutoLength(5, exact(5, "linear", "dear", [1.0] * 5)), "steady high")
     assert {*machine.numbers} == {0}
 
 
@@ -246,7 +245,7 @@ def test_a_long_context_makes_rounds_alike_since_its_keys_are_read_once():
     curve = exact(7, "linear", "cheap", [0.9] * 7)
     near, far = AutoLength(7, curve, row_share=1e-4), AutoLength(7, curve, row_share=1e-4)
     far.context = 100_000
-    assert near.choose() == 0 or near.current == 0
+    assert near.choose() == 1 and near.reason
     assert far.choose() > 3
 
 
@@ -313,11 +312,10 @@ def test_a_quiet_machine_is_measured_in_two_turns_and_a_slow_one_in_five_seconds
     machine = Machine("flat", "cheap", noise=0.0)
     length = AutoLength(8)
     assert machine.measure(length) < 2.1 * 3 * sum(PLAIN * machine.cost(n) for n in (0, 1, 3, 4, 7, 8))
-    assert length.curve.settled and [*length.curve.seconds] == [0, 1, 3, 4, 7, 8]
+    assert length.curve.calm and [*length.curve.seconds] == [0, 1, 3, 4, 7, 8]
     slow = Machine("flat", "cheap", noise=0.0)
     slow.load = lambda now: 25.0
-    assert slow.measure(length) < MOST_SECONDS + 1 and not length.curve.settled
-    assert [*length.curve.seconds] == [0, 1, 3] and length.curve.costs(8)[8] > length.curve.costs(8)[3]
+    assert slow.measure(length) < MOST_SECONDS + 1 and [*length.curve.seconds] == [0, 1, 8]
     # One round alone takes longer than there is time: the curve stays.
     slow.load = lambda now: 500.0
     before = length.curve
@@ -330,7 +328,7 @@ def test_a_machine_that_others_leave_meanwhile_is_measured_until_it_stands():
     machine.load = lambda now: 3.0 if now < 1.5 else 1.0
     length = AutoLength(7)
     machine.measure(length)
-    assert length.curve.settled and abs(length.curve.seconds[0] / PLAIN - 1) < 0.05
+    assert length.curve.calm and abs(length.curve.seconds[0] / PLAIN - 1) < 0.05
     assert abs(length.curve.costs(7)[7] / machine.cost(7) - 1) < 0.05
 
 
@@ -425,10 +423,8 @@ def test_what_a_reader_makes_of_the_time_says_nothing_about_the_curve():
 # Keeping
 
 
-def test_a_curve_is_kept_in_a_file_that_may_be_missing_damaged_or_in_the_way(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path))
-    file = curve_file("target", "drafter")
-    assert file != curve_file("target", "another") and file.is_relative_to(tmp_path)
+def test_a_curve_is_kept_in_a_file_that_may_be_missing_damaged_or_in_the_way(tmp_path):
+    file = tmp_path / "folder" / "curve"
     assert not Curve.load(file).seconds
     curve = Curve({0: 1.0, 7: 1.5}, [0.5], False, [0.1, -0.2], [3, 4], 2, 5)
     curve.save(file)
@@ -449,13 +445,20 @@ def test_a_curve_is_kept_in_a_file_that_may_be_missing_damaged_or_in_the_way(tmp
     assert Curve.load(below) is curve
 
 
-def test_another_power_mode_version_or_kernel_has_a_curve_of_its_own(monkeypatch):
-    files = [curve_file("target")]
+def test_another_pair_power_mode_version_or_kernel_has_a_curve_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path))
+    model = load()[0]
+    ours, other = model.draft_model, ScriptedDrafter([], all_right)
+    files = [auto_length(model, drafter).file for drafter in (ours, other)]
+    files += [auto_length(model, ours, "2 lanes").file]
     for name, value in (("power_mode", lambda: "lowpowermode 1"), ("metal_factory", lambda: print)):
-        monkeypatch.setattr(f"specmlx.decoding.draft_length.{name}", value)
-        files.append(curve_file("target"))
+        monkeypatch.setattr(f"specmlx.generation.draft_options.{name}", value)
+        files.append(auto_length(model, ours).file)
     monkeypatch.setattr("specmlx.__version__", "0.0.0")
-    assert len({*files, curve_file("target")}) == 4
+    files.append(auto_length(model, ours).file)
+    model.kernel_note = "kernels by number of rows"
+    files.append(auto_length(model, ours).file)
+    assert len({*files}) == len(files) and all(file.is_relative_to(tmp_path) for file in files)
 
 
 def test_the_power_mode_is_what_pmset_says_on_a_mac_and_nothing_elsewhere(tmp_path, monkeypatch):
@@ -643,7 +646,7 @@ def test_a_pair_that_is_new_is_measured_before_its_first_answer_and_never_again(
             Curve(curve.seconds, curve.survival, measured=9).save(file)
 
 
-def test_other_kernels_have_costs_of_their_own_and_profiled_rounds_say_nothing(tmp_path, monkeypatch):
+def test_profiled_rounds_say_nothing_about_the_curve(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path))
     model, tokenizer = load()
     file = auto_length(model, model.draft_model).file
@@ -652,8 +655,6 @@ def test_other_kernels_have_costs_of_their_own_and_profiled_rounds_say_nothing(t
     assert Curve.load(file).answers == 0
     generate(model, tokenizer, "Hi", max_tokens=9)
     assert Curve.load(file).answers == 1
-    model.kernel_note = "kernels by number of rows"
-    assert auto_length(model, model.draft_model).file not in (None, file)
 
 
 # Lanes
@@ -671,15 +672,15 @@ def lanes_curve(bound: str, lanes: int) -> Curve:
 
 def speed(lengths, bound: str, lanes: int, rounds: int = 400, cut_every: int = 0) -> float:
     """Tokens a second; where `cut_every` says so, the last rounds of requests, which may have one drafted token."""
-    rng, tokens, total = random.Random(1), 0, 0.0
+    rng, tokens, total, length = random.Random(1), 0, 0.0, lengths(lanes)
     for i in range(1, rounds + 1):
-        n = min(lengths(lanes).choose(), 1 if cut_every and i % cut_every == 0 else MOST)
+        n = min(length.choose(), 1 if cut_every and i % cut_every == 0 else MOST)
         kept = []
         for chance in CHANCES[:lanes]:
             kept.append(next((k for k in range(n) if rng.random() > chance), n))
         seconds = BOUNDS[bound](lanes * (n + 1)) + (0.1 if n else 0)
         tokens, total = tokens + sum(kept) + lanes, total + seconds
-        lengths(lanes).observed(n, kept[0], seconds * (1 + 0.05 * rng.random()), kept[1:])
+        length.observed(n, kept[0], seconds * (1 + 0.05 * rng.random()), kept[1:])
     return tokens / total
 
 
@@ -712,12 +713,17 @@ def test_until_their_number_is_measured_lanes_go_by_the_nearest_curve_at_as_many
 def test_lanes_that_no_drafter_serves_neither_stop_it_for_the_others_nor_lose(chances, least):
     curve = {n: 1 + 0.02 * n + 0.3 * (n > 0) for n in range(MOST + 1)}
     for seed in range(4):
-        rng, lengths, tokens, total = random.Random(seed), LaneLengths(lambda _: AutoLength(MOST, Curve(curve))), 0, 0.0
+        rng, length, tokens, total = (
+            random.Random(seed),
+            LaneLengths(lambda _: AutoLength(MOST, Curve(curve)))(4),
+            0,
+            0.0,
+        )
         for _ in range(1500):
-            n = lengths(4).choose()
+            n = length.choose()
             kept = [next((k for k in range(n) if rng.random() >= chance), n) for chance in chances]
             tokens, total = tokens + sum(kept) + 4, total + curve[n]
-            lengths(4).observed(n, kept[0], curve[n] * math.exp(rng.gauss(0, 0.05)), kept[1:])
+            length.observed(n, kept[0], curve[n] * math.exp(rng.gauss(0, 0.05)), kept[1:])
         assert tokens / total / 4 > least
 
 
@@ -730,15 +736,16 @@ def test_numbers_of_lanes_learn_apart_and_near_ones_together():
 
 def test_a_request_that_comes_to_others_is_proposed_a_token_soon():
     lengths = LaneLengths(lambda _: AutoLength(MOST, exact(MOST, "flat", "dear", [0.0] * MOST)))
-    assert [lengths(2).choose() for _ in range(9)] == [1, *[0] * 8]
-    lengths.join(30)
-    assert lengths(2).choose() == 1 and lengths(2).context == 30
+    length = lengths(2)
+    assert [length.choose() for _ in range(9)] == [1, *[0] * 8]
+    lengths.context = 30
+    assert lengths(2) is length and length.choose() == 1 and length.context == 30
 
 
 def test_a_batch_measures_as_many_lanes_as_it_will_have_before_it_begins(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPECMLX_CACHE", str(tmp_path))
     monkeypatch.setenv("SPECMLX_CALIBRATE", "1")
-    monkeypatch.setattr("specmlx.decoding.draft_length.MOST_SECONDS", 0.5)
+    monkeypatch.setattr("specmlx.decoding.draft_length.MOST_SECONDS", 1.5)
     model, tokenizer = load()
     prompts = [tokenizer.encode(f"Can you count from {n} up to {n + 9}? ") for n in range(11, 17)]
     want = [generate(model, tokenizer, prompt, max_tokens=30, num_draft_tokens=0) for prompt in prompts]

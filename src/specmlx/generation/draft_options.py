@@ -1,16 +1,19 @@
 """A request's drafter, and how many tokens it drafts."""
 
 import contextlib
+import json
 import os
+import platform
 from collections.abc import Sequence as Ids
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from specmlx.cache.conversation import Conversation
-from specmlx.decoding.draft_length import FULL, AutoLength, Measurement, curve_file
+from specmlx.decoding.draft_length import FULL, AutoLength, Measurement
 from specmlx.decoding.loop import Batch, Sequence
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.prefill import prefill
@@ -18,8 +21,10 @@ from specmlx.decoding.round import OnProposal
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter, Fingerprinted
+from specmlx.formats.cache import cache_directory
 from specmlx.formats.values import integer
-from specmlx.kernels.dispatch import to_stderr
+from specmlx.kernels.choice.table import power_mode, this_chip, this_version
+from specmlx.kernels.dispatch import metal_factory, to_stderr
 from specmlx.loading.load import AUTO, load_drafter
 from specmlx.parallel.broadcast import SharedLength, from_first
 from specmlx.targets.any_lm import AnyLM
@@ -74,7 +79,10 @@ def auto_length(model: Any, drafter: Drafter, *apart: str) -> AutoLength:
     known = isinstance(drafter, Fingerprinted)
     name = drafter.fingerprint if known else f"{type(drafter).__module__}.{type(drafter).__qualname__}"
     # Rounds take as long as the kernels that were chosen for them have it.
-    file = curve_file(model.fingerprint, name, str(drafter.max_width), model.kernel_note or "", *apart)
+    pair = model.fingerprint, name, drafter.max_width, model.kernel_note, metal_factory() is not None, *apart
+    machine = platform.node(), this_chip(), str(mx.default_device()), power_mode(), this_version()
+    digest = blake2b(json.dumps([*pair, *machine]).encode(), digest_size=16)
+    file = cache_directory() / "draft_length" / f"{digest.hexdigest()}.json"
     group = model.sharding_group
     return AutoLength(
         drafter.max_width, file=file if group is None or group.rank() == 0 else None, row_share=_row_share(model)

@@ -169,7 +169,7 @@ class Scheduler(Settings):
             self._prefilling = None
             self._running.append(request)
             if self.auto and not self.alone:
-                self.length.join(total)
+                self.length.context = max(self.length.context, total)
 
     def _begin(self, request: Request) -> None:
         model, group = self.model, self.model.sharding_group
@@ -280,7 +280,7 @@ class Scheduler(Settings):
         stats, drafter = request.stats, self.drafter
         # What nobody asked for may find nothing.
         if self.alone and drafter not in (None, self.model.fallback) and stats.rounds > 1 and stats.proposed == 0:
-            if not self.auto or self.length.current:
+            if not self.auto or self.length.reason is None:
                 warnings.warn("the drafter was loaded but never proposed a token", stacklevel=6)
         if drafter is not None:
             self.model.count_first(drafter, stats.proposed, stats.first_accepted)

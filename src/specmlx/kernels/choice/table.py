@@ -4,7 +4,10 @@ import contextlib
 import json
 import platform
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -25,6 +28,16 @@ def this_chip() -> str:
 def this_version() -> str:
     """Of what decides the result: specmlx, mlx, and the system with its Metal compiler."""
     return f"specmlx {specmlx.__version__}, mlx {version('mlx')}, {platform.system()} {platform.release()}"
+
+
+@cache
+def power_mode() -> str:
+    """The power mode by macOS's `pmset`; "" elsewhere and where it can't be read."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if sys.platform == "darwin":
+            said = subprocess.run(["pmset", "-g"], capture_output=True, text=True, timeout=2).stdout
+            return " ".join(sorted(" ".join(line.split()) for line in said.splitlines() if "powermode" in line))
+    return ""
 
 
 def table_path(chip: str) -> Path:
