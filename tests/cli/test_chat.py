@@ -268,3 +268,8 @@ def test_words_that_are_no_text_end_neither_the_chat_nor_an_answer(pair):
     with pytest.raises(ValueError, match="is no character"):
         ask(talk, "a \udcff")
     assert talk.messages == [] and ask(talk, "b")[1]
+
+
+def test_an_unknown_word_after_a_slash_is_no_question(directory):
+    result = run("chat", "--model", directory, "-m", 3, stdin="/reset\n/reset it\n")
+    assert "There is no /reset here: q (quit" in result.stderr and result.stderr.count("generated tokens") == 1

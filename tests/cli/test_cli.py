@@ -349,3 +349,9 @@ def test_a_template_that_fails_ends_in_one_line_and_leaves_a_chat_alive(copy):
     assert result.exit_code == 0
     assert result.stderr.count("Error: the chat template fails on these messages: no system message\n") == 1
     assert "3 generated tokens" in result.stderr
+
+
+def test_a_group_alone_prints_its_help():
+    for args, word in (((), "generate "), (("cache",), "clear ")):
+        result = run(*args)
+        assert result.exit_code == 0 and f"\n  {word}" in result.stdout and result.stderr == ""

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 import specmlx
-from specmlx.cli import doctor as command
+from specmlx.cli.doctor import lines
 from specmlx.evaluation import doctor
 from specmlx.evaluation.doctor import Demo, Diagnosis, HubCache
 from specmlx.evaluation.machine import MEASURED, Bandwidth, Machine
@@ -100,10 +100,10 @@ def test_advice_fits_the_machine():
 
 
 def test_text_has_a_line_a_subject():
-    lines = command.text(MAC).splitlines()
-    assert lines[1] == "machine    macOS 26.1 arm64, Apple M4 Pro, 14 CPU cores, 20 GPU cores, 48.0 GiB"
-    assert lines[2] == "backend    Metal, recommended working set 40.0 GB"
-    assert lines[3] == "bandwidth  273 GB/s, Apple's figure of M4 Pro"
-    assert lines[4] == "kernels    attention: Metal kernel"
-    assert lines[5] == "Hub cache  2 models, 30.0 GB"
-    assert lines[6].startswith("demo pair  2 of 2 prompts the same")
+    found = lines(MAC)
+    assert found[1] == "machine    macOS 26.1 arm64, Apple M4 Pro, 14 CPU cores, 20 GPU cores, 48.0 GiB"
+    assert found[2] == "backend    Metal, recommended working set 40.0 GB"
+    assert found[3] == "bandwidth  273 GB/s, Apple's figure of M4 Pro"
+    assert found[4] == "kernels    attention: Metal kernel"
+    assert found[5] == "Hub cache  2 models, 30.0 GB"
+    assert found[6].startswith("demo pair  2 of 2 prompts the same")

@@ -9,7 +9,7 @@ from demo_kit import write_model
 
 from specmlx import PromptCache
 from specmlx.cli import main
-from specmlx.cli.bench_report import lines
+from specmlx.cli.bench import lines
 from specmlx.decoding.sampling import make_sampler
 from specmlx.decoding.stats import Stats
 from specmlx.decoding.timer import host_share

@@ -13,7 +13,7 @@ from rig import generate_tokens
 
 from specmlx.cache.conversation import Conversation
 from specmlx.cache.quantized import KVFormat
-from specmlx.cli import parity_report
+from specmlx.cli.parity import summary
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.sampling import make_sampler
 from specmlx.drafters.checkpoint import build
@@ -132,7 +132,7 @@ def test_consistent_gives_the_plain_text_and_the_default_choice_parts_at_a_margi
     assert not told
     parted = [verdict.difference for verdict in found[False] if not verdict.identical]
     assert parted and all(difference.margin is not None for difference in parted)
-    proof, beside = parity_report.summary({"ngram": found[True]}, {"ngram": found[False]})
+    proof, beside = summary({"ngram": found[True]}, {"ngram": found[False]})
     assert proof.startswith("ngram with --consistent: 2 of 2 prompts pass")
     assert "1 of 2 prompts identical, first difference at token" in beside and "top-2 margins" in beside
 

@@ -2,147 +2,186 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import click
 
-from specmlx.cli import options
-from specmlx.cli.flags import grouped, options_of
-from specmlx.cli.terminal import answers, note, say
-from specmlx.formats.atomic import check_folder
+from specmlx.cli.flags import command, like, report, written
+from specmlx.cli.options import (
+    DEMO,
+    DRAFT_MODEL,
+    JSON,
+    PROMPTS,
+    ModelFlags,
+    RequestFlags,
+    TemplateFlags,
+    plot_option,
+    prompt_lines,
+)
+from specmlx.cli.tables import table
+from specmlx.cli.terminal import note
+from specmlx.formats.values import option
 
 WRONG = "always wrong"
-EPILOG = """\b
-Examples:
-  specmlx bench --model demo --runs 3 --output bench.json
-  specmlx bench --model owner/name --draft-model owner/drafter --suite code,math --plot bench.png
-"""
+# Turns below which a spread says nothing.
+_FEWEST = 3
 
 
-@click.command(short_help="Measure plain and speculative decoding by turns.", epilog=EPILOG)
-@grouped("target", options.ModelFlags)
-@options.draft_model_option
-@click.option(
-    "--suite",
-    metavar="NAME,…",
-    help="Of code, math, chat, long, hopeless and demo. Default: code,math,chat,long; with the demo pair, demo.",
-)
-@click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
-@grouped("template", options.TemplateFlags)
-@click.option("--runs", type=click.IntRange(min=1), default=3, show_default=True, help="Turns; each answers twice.")
-@options_of(options.RequestFlags, "max_tokens", max_tokens=128)
-@click.option("--floor", type=float, metavar="X", help="Exit code 1 where auto is not X times plain, end to end.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write the JSON, too.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="A picture: .png, .svg.")
-def bench(
-    target: options.ModelFlags,
-    template: options.TemplateFlags,
-    draft_model: str,
-    suite: str | None,
-    prompts: Path | None,
-    runs: int,
-    max_tokens: int,
-    floor: float | None,
-    as_json: bool,
-    output: Path | None,
-    plot: Path | None,
-) -> None:
+@command(JSON)
+class Bench:
     """Answer the prompts of each suite greedily: plainly, with all that the drafter proposes, and with as much as is
     fastest, by turns (ABBA). Speed-ups are printed only if all answers are the same; the exit code is 1 if they aren't.
     The suites' prompts were written for specmlx, under its licence.
-    """
-    texts = _texts(target.model, suite, prompts)
-    check_folder("--output", output)
-    if plot is not None:
-        from specmlx.evaluation.plot import check_plot
 
-        check_plot(plot)
-    with answers() as out:
-        model, tokenizer = target.load(draft_model)
+    \b
+    Examples:
+      specmlx bench --model demo --runs 3 --output bench.json
+      specmlx bench --model owner/name --draft-model owner/drafter --suite code,math --plot bench.png
+    """
+
+    target: ModelFlags
+    draft_model: str = DRAFT_MODEL
+    suite: str | None = option(
+        None,
+        "Of code, math, chat, long, hopeless and demo. Default: code,math,chat,long; with the demo pair, demo.",
+        metavar="NAME,…",
+    )
+    prompts: Path | None = PROMPTS
+    template: TemplateFlags
+    runs: int = option(3, "Turns; each answers twice.", least=1)
+    max_tokens: int = like(RequestFlags, "max_tokens", 128)
+    floor: float | None = option(None, "Exit code 1 where auto is not X times plain, end to end.", metavar="X")
+    output: Path | None = option(None, "Write the JSON, too.", metavar="FILE", callback=written)
+    plot: Path | None = plot_option("A picture: .png, .svg.")
+
+    def run(self) -> bool:
+        texts = self._texts()
+        model, tokenizer = self.target.load(self.draft_model)
         if model.draft_model is None:
             raise ValueError(f"there is nothing to compare, since there is no drafter: {model.no_draft_reason}")
-        report, rows = _run(target, model, tokenizer, template, texts, runs, max_tokens)
-        if as_json:
-            say(json.dumps(report), out)
-        else:
-            from specmlx.cli.bench_report import lines
+        found, rows = self._measure(model, tokenizer, texts)
+        report(found, lines(found))
+        if self.output is not None:
+            self.output.write_text(json.dumps(found, indent=1))
+        if self.plot is not None:
+            from specmlx.evaluation.plot import plot_speeds
 
-            say("\n".join(lines(report)), out)
-    if output is not None:
-        output.write_text(json.dumps(report, indent=1))
-    if plot is not None:
-        from specmlx.evaluation.plot import plot_speeds
+            plot_speeds(rows, self.plot, f"{found['model']['name']} on {found['machine']['chip']}")
+        auto = {name: row.end_to_end_ratio for name, suite in rows.items() for row in suite if row.mode == "auto"}
+        slow = [
+            name for name, ratio in auto.items() if self.floor is not None and ratio and not ratio.median >= self.floor
+        ]
+        for name in slow:
+            note(f"{name}: {auto[name].median:.3f} times plain decoding end to end, less than {self.floor:g}")
+        return not (slow or found["differing"])
 
-        plot_speeds(rows, plot, f"{report['model']['name']} on {report['machine']['chip']}")
-    auto = {name: row.end_to_end_ratio for name, found in rows.items() for row in found if row.mode == "auto"}
-    slow = [] if floor is None else [name for name, ratio in auto.items() if ratio and not ratio.median >= floor]
-    for name in slow:
-        note(f"{name}: {auto[name].median:.3f} times plain decoding end to end, less than {floor:g}")
-    if slow or report["differing"]:
-        sys.exit(1)
+    def _texts(self) -> dict[str, list[str]]:
+        """Prompts by suite. Raises ValueError for a name that there is not, and for an empty file."""
+        from specmlx.evaluation.suites import suite
+
+        if self.prompts is not None:
+            if self.suite is not None:
+                raise ValueError("--suite and --prompts: give one of them")
+            return {self.prompts.name: prompt_lines(self.prompts)}
+        names = self.suite or ("demo" if self.target.model == DEMO else "code,math,chat,long")
+        return {name: list(suite(name)) for name in names.split(",")}
+
+    def _measure(self, model: Any, tokenizer: Any, texts: dict[str, list[str]]) -> tuple[dict[str, Any], dict]:
+        """The report, and its rows by suite."""
+        import mlx.core as mx
+
+        from specmlx.drafters.proposal import Fingerprinted
+        from specmlx.evaluation import bench
+        from specmlx.evaluation.machine import this_machine, versions
+        from specmlx.evaluation.suites import HOPELESS
+
+        if HOPELESS in texts:
+            texts[WRONG] = texts[HOPELESS][:2]
+        drafter, measured = model.draft_model, {}
+        answers = sum(len(prompts) for prompts in texts.values()) * self.runs * 6
+        with click.progressbar(length=answers, label="answers", file=sys.stderr) as bar:
+            for name, prompts in texts.items():
+                measured[name] = bench.measure(
+                    model,
+                    tokenizer,
+                    drafter,
+                    [self.template.ids(tokenizer, text) for text in prompts],
+                    runs=self.runs,
+                    max_tokens=self.max_tokens,
+                    progress=lambda: bar.update(1),
+                    on_proposal=bench.AlwaysWrong(model.vocab_size) if name == WRONG else None,
+                )
+        rows = {name: bench.table(found) for name, found in measured.items()}
+        everything = [turns for name, found in measured.items() if name != WRONG for turns in found]
+        if len(rows) > 1:
+            rows["all"] = bench.table(everything)
+        wrong = {name: [texts[name][i] for i in bench.differing(found)] for name, found in measured.items()}
+        found = {
+            "machine": asdict(this_machine()),
+            "versions": versions("mlx", "mlx-lm"),
+            "model": {"name": self.target.model, "fingerprint": model.fingerprint},
+            "draft_model": {
+                "kind": type(drafter).__name__,
+                "width": drafter.max_width,
+                "fingerprint": drafter.fingerprint if isinstance(drafter, Fingerprinted) else None,
+            },
+            "max_tokens": self.max_tokens,
+            "runs": self.runs,
+            "peak_memory_gb": mx.get_peak_memory() / 1e9,
+            "differing": {name: prompts for name, prompts in wrong.items() if prompts},
+            "suites": {name: [asdict(row) for row in found] for name, found in rows.items()},
+        }
+        return found, rows
 
 
-def _texts(model: str, suites: str | None, prompts: Path | None) -> dict[str, list[str]]:
-    """Prompts by suite. Raises ValueError for a name that there is not, and for an empty file."""
-    from specmlx.evaluation.suites import suite
-
-    if prompts is not None:
-        if suites is not None:
-            raise ValueError("--suite and --prompts: give one of them")
-        return {prompts.name: options.prompt_lines(prompts)}
-    names = suites or ("demo" if model == "demo" else "code,math,chat,long")
-    return {name: list(suite(name)) for name in names.split(",")}
-
-
-def _run(target, model, tokenizer, template, texts, runs, max_tokens) -> tuple[dict[str, Any], dict[str, Any]]:
-    from specmlx.evaluation.bench import AlwaysWrong, differing, measure, table
-    from specmlx.evaluation.suites import HOPELESS
-
-    instead: dict[str, Any] = {}
-    if HOPELESS in texts:
-        texts[WRONG] = texts[HOPELESS][:2]
-        instead[WRONG] = AlwaysWrong(model.vocab_size)
-    answers_in_all = sum(len(prompts) for prompts in texts.values()) * runs * 6
-    measured, everything = {}, []
-    with click.progressbar(length=answers_in_all, label="answers", file=sys.stderr) as bar:
-        for name, prompts in texts.items():
-            ids = [template.ids(tokenizer, text) for text in prompts]
-            turns = dict(runs=runs, max_tokens=max_tokens, progress=lambda: bar.update(1))
-            pair = model, tokenizer, model.draft_model
-            measured[name] = measure(*pair, ids, on_proposal=instead.get(name), **turns)
-            if name != WRONG:
-                everything += measured[name]
-    rows = {name: table(found) for name, found in measured.items()}
-    if len(rows) > 1 and everything:
-        rows["all"] = table(everything)
-    wrong = {name: [texts[name][i] for i in differing(found)] for name, found in measured.items()}
-    report = _environment(target, model, max_tokens, runs) | {
-        "differing": {name: prompts for name, prompts in wrong.items() if prompts},
-        "suites": {name: [asdict(row) for row in found] for name, found in rows.items()},
-    }
-    return report, rows
+def lines(report: dict[str, Any]) -> Iterator[str]:
+    """The machine, a table a suite, and what the figures are worth."""
+    machine, drafter = report["machine"], report["draft_model"]
+    versions = ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+    yield f"{machine['chip']}, {machine['system']}, {machine['backend']}; {versions}"
+    yield (
+        f"{report['model']['name']} with {drafter['kind']} (up to {drafter['width']} drafted tokens a pass), greedy, "
+        f"up to {report['max_tokens']} tokens, {report['runs']} turns of ABBA; median (quartiles)"
+    )
+    for name, rows in report["suites"].items():
+        yield f"\n{name}: {rows[0]['answers']} answers a mode, time to first token {rows[0]['ttft']['median']:.3f} s"
+        speeds = ("decode tok/s", "× plain", "end to end tok/s", "× plain")
+        shown = [("width", "tokens per pass", "plain rounds", *speeds, "")]
+        for row in rows:
+            figures = [
+                _spread(row[f"{of}_{what}"], digits)
+                for of in ("decode", "end_to_end")
+                for what, digits in (("tps", 1), ("ratio", 2))
+            ]
+            counts = f"{row['acceptance_length']:.2f}", f"{row['plain_rounds']:.0%}"
+            shown.append((row["mode"], *counts, *figures, _doubt(row)))
+        yield from indent(table(shown), "  ").splitlines()
+        for row in rows:
+            if row["mode"] == "full" and row["acceptance"]:
+                yield "  full: rounds by accepted tokens " + " ".join(map(str, row["accept_histogram"]))
+                yield "  full: slots delivered " + " ".join(f"{share:.0%}" for share in row["acceptance"])
+    if report["differing"]:
+        found = sum(len(prompts) for prompts in report["differing"].values())
+        yield f"\nThe answers to {found} prompts differ between modes, so no speed-up is reported: see specmlx parity."
+    else:
+        yield "\nEvery answer was the same in all modes."
 
 
-def _environment(target, model, max_tokens: int, runs: int) -> dict[str, Any]:
-    import mlx.core as mx
+def _spread(spread: dict[str, float] | None, digits: int) -> str:
+    if spread is None:
+        return "–"
+    return f"{spread['median']:.{digits}f} ({spread['low']:.{digits}f}–{spread['high']:.{digits}f})"
 
-    from specmlx.drafters.proposal import Fingerprinted
-    from specmlx.evaluation.machine import this_machine, versions
 
-    drafter = model.draft_model
-    return {
-        "machine": asdict(this_machine()),
-        "versions": versions("mlx", "mlx-lm"),
-        "model": {"name": target.model, "fingerprint": model.fingerprint},
-        "draft_model": {
-            "kind": type(drafter).__name__,
-            "width": drafter.max_width,
-            "fingerprint": drafter.fingerprint if isinstance(drafter, Fingerprinted) else None,
-        },
-        "max_tokens": max_tokens,
-        "runs": runs,
-        "peak_memory_gb": mx.get_peak_memory() / 1e9,
-    }
+def _doubt(row: dict[str, Any]) -> str:
+    """Which ratios lie no further from 1 than their quartiles from one another, or are of too few turns to have any."""
+    from specmlx.evaluation.bench import Spread
+
+    ratios = {"decode": row["decode_ratio"], "end to end": row["end_to_end_ratio"]}
+    few = row["answers"] < 2 * _FEWEST
+    found = [name for name, ratio in ratios.items() if ratio and (few or not Spread(**ratio).conclusive)]
+    return f"inconclusive: {', '.join(found)}" if found else ""

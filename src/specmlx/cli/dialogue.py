@@ -20,15 +20,11 @@ class Dialogue:
         **options: Any,
     ):
         """`prompt_cache` keeps what the turns leave, for other dialogues too; `options` are `stream_generate`'s."""
-        self.model = model
-        self.tokenizer = tokenizer
-        self.template_config = template_config or {}
+        self.model, self.tokenizer, self.template_config = model, tokenizer, template_config or {}
         self.prompt_cache = PromptCache(keep_answers=True) if prompt_cache is None else prompt_cache
         self.options = options
         self.tokens: list[int] = []
-        self.messages: list[Message] = []
-        if system_prompt is not None:
-            self.messages.append({"role": "system", "content": system_prompt})
+        self.messages: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
 
     def ask(self, question: str, progress: Callable[[int, int], None] | None = None) -> Iterator[GenerationResponse]:
         """Answer the next question; `progress` gets (processed, total) of the whole conversation.
@@ -39,15 +35,9 @@ class Dialogue:
         messages = [*self.messages, {"role": "user", "content": question}]
         turn = next_turn(self.tokenizer, messages, self.template_config)
         prompt = self.tokens + self.tokenizer.encode(turn, add_special_tokens=False)
+        options = self.options | {"prompt_cache": self.prompt_cache, "prompt_progress_callback": progress}
+        stream = stream_generate(self.model, self.tokenizer, prompt, **options)
         answer, given, response = "", [], None
-        stream = stream_generate(
-            self.model,
-            self.tokenizer,
-            prompt,
-            prompt_cache=self.prompt_cache,
-            prompt_progress_callback=progress,
-            **self.options,
-        )
         try:
             for response in stream:
                 answer += response.text

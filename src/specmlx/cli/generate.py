@@ -8,121 +8,119 @@ from typing import Any
 
 import click
 
-from specmlx.cli import options
-from specmlx.cli.flags import grouped
+from specmlx.cli.flags import as_json, command, written
 from specmlx.cli.launched import joined
+from specmlx.cli.options import DEMO, DRAFT_MODEL, DraftFlags, ModelFlags, RequestFlags, TemplateFlags
 from specmlx.cli.sampling import SamplingFlags
-from specmlx.cli.terminal import answers, note, prefill_status, say
-from specmlx.formats.atomic import check_folder
-
-EPILOG = """\b
-Examples:
-  specmlx generate --prompt "Can you count from 62 up to 73?" --num-draft-tokens full --profile
-  specmlx generate --model owner/name --draft-model owner/drafter --temp 0.7 --seed 1 -m 500 --trace trace.json
-"""
+from specmlx.cli.terminal import note, prefill_status, say
+from specmlx.formats.values import option
 
 # A held-out question of the demo's: its training never saw it.
 PROMPT = "Please write a class Trip in Python that has map and lamp and picture."
+# What `--json` prints beside the text and its tokens.
+FIELDS = """prompt_tokens cached_tokens generation_tokens rounds draft_passes proposed accepted acceptance_length
+    accept_histogram prefill_seconds decode_seconds phases prompt_tps generation_tps end_to_end_tps peak_memory
+    finish_reason mode reason""".split()
 
 
-@click.command(short_help="Answer one prompt.", epilog=EPILOG)
-@grouped("target", options.ModelFlags)
-@options.draft_model_option
-@grouped("drafting", options.DraftFlags)
-@grouped("request", options.RequestFlags)
-@click.option("--prompt", "-p", default=PROMPT, show_default=True, help="- reads stdin, without its last line end.")
-@grouped("template", options.TemplateFlags)
-@click.option("--prefill-response", metavar="TEXT", help="How the answer begins.")
-@grouped("sampling", SamplingFlags)
-@click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer; may be repeated.")
-@click.option("--extra-eos-token", multiple=True, metavar="TOKEN", help="Also a stop token; may be repeated.")
-@click.option("--prompt-cache-file", metavar="FILE", help="A saved conversation to go on from, or saved prompts.")
-@click.option("--verbose", type=bool, default=True, show_default=True, help="False prints the answer only.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the text.")
-@click.option(
-    "--trace",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Keep what each round did, and --profile's phases: specmlx view.",
-)
-@click.option("--profile", is_flag=True, help="Print decoding's seconds by phase; waits for each, so it is slower.")
-@options.unsupported("--quantize-activations", "-qa", is_flag=True)
-@options.unsupported("--image", multiple=True)
-def generate(
-    target: options.ModelFlags,
-    sampling: SamplingFlags,
-    template: options.TemplateFlags,
-    request: options.RequestFlags,
-    draft_model: str,
-    drafting: options.DraftFlags,
-    prompt: str,
-    prefill_response: str | None,
-    stop: tuple[str, ...],
-    extra_eos_token: tuple[str, ...],
-    prompt_cache_file: str | None,
-    verbose: bool,
-    as_json: bool,
-    trace: Path | None,
-    profile: bool,
-) -> None:
-    """Answer one prompt: the text on stdout, everything else on stderr."""
-    sampling.check()
-    kv_format = request.kv_format()
-    with joined() as group, answers() as out:
-        if group is not None:
-            _check_together(prompt, prompt_cache_file)
-            # One file of all is enough.
-            trace = trace if group.rank() == 0 else None
-        prompt = _read(prompt)
-        recorder = _recorder(trace)
-        target, prompt_cache = _cached(prompt_cache_file, target)
-        model, tokenizer = target.load(draft_model, drafting, group)
-        from specmlx.generation.generate import stream_generate, summary
+def _unsupported(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    if value:
+        raise click.UsageError(f"{param.opts[0]} is not supported yet: leave it out.")
 
-        goes_on = prompt_cache is not None
-        if prompt_cache_file and prompt_cache is None:
-            prompt_cache = _prompts(prompt_cache_file, model)
-        for token in extra_eos_token:
-            _add_stop_token(tokenizer, token, model.vocab_size)
-        _warm_up(model, tokenizer, request.num_draft_tokens)
-        text, tokens, response, mode = "", [], None, ""
-        for response in stream_generate(
-            model,
-            tokenizer,
-            template.ids(tokenizer, prompt, prefill_response, suffix=goes_on),
-            seed=sampling.seed,
-            stop=stop,
-            sampler=sampling.sampler(tokenizer),
-            logits_processors=sampling.processors(),
-            prompt_cache=prompt_cache,
-            prompt_progress_callback=prefill_status,
-            profile=profile,
-            **asdict(request),
-        ):
-            if verbose and not tokens:
-                where = "" if group is None else f" in {group.size()} processes"
-                mode = (
-                    f"{target.model}{where}: {options.effective_mode(model, request.num_draft_tokens, response.stats)}"
-                )
-                if _defaulted("prompt"):
-                    mode = f'no --prompt (- reads stdin), so this one is answered: "{prompt}"\n{mode}'
-                # mlx.launch forwards both outputs by pipes of their own: what is said now would land in the answer.
-                if group is None:
-                    note(mode)
-            tokens.append(response.token)
-            text += response.text
-            if recorder:
-                recorder.add(response)
-            if not as_json:
-                say(response.text, out, nl=False)
-        say(json.dumps(record(text, tokens, response)) if as_json else "", out)
-        if verbose:
+
+# Options of mlx_lm.generate that are taken and refused, so that nothing is silently ignored.
+@click.option("--quantize-activations", "-qa", is_flag=True, hidden=True, expose_value=False, callback=_unsupported)
+@click.option("--image", multiple=True, hidden=True, expose_value=False, callback=_unsupported)
+@command("Print one JSON object instead of the text.")
+class Generate:
+    """Answer one prompt: the text on stdout, everything else on stderr.
+
+    \b
+    Examples:
+      specmlx generate --prompt "Can you count from 62 up to 73?" --num-draft-tokens full --profile
+      specmlx generate --model owner/name --draft-model owner/drafter --temp 0.7 --seed 1 -m 500 --trace trace.json
+    """
+
+    target: ModelFlags
+    draft_model: str = DRAFT_MODEL
+    drafting: DraftFlags
+    request: RequestFlags
+    prompt: str = option(PROMPT, "- reads stdin, without its last line end.", names=("-p",))
+    template: TemplateFlags
+    prefill_response: str | None = option(None, "How the answer begins.", metavar="TEXT")
+    sampling: SamplingFlags
+    stop: tuple[str, ...] = option((), "Ends the answer; may be repeated.", metavar="TEXT")
+    extra_eos_token: tuple[str, ...] = option((), "Also a stop token; may be repeated.", metavar="TOKEN")
+    prompt_cache_file: str | None = option(
+        None, "A saved conversation to go on from, or saved prompts.", metavar="FILE"
+    )
+    verbose: bool = option(True, "False prints the answer only.", type=bool)
+    trace: Path | None = option(
+        None, "Keep what each round did, and --profile's phases: specmlx view.", callback=written
+    )
+    profile: bool = option(False, "Print decoding's seconds by phase; waits for each, so it is slower.")
+
+    def run(self) -> None:
+        self.sampling.check()
+        kv_format = self.request.kv_format()
+        with joined() as group:
             if group is not None:
-                note(mode)
-            note(summary(response))
-        if profile:
-            note(_phases(response.stats.phases))
-        if recorder:
-            _write_trace(trace, recorder, target.model, model, prompt, response.stats, kv_format)
+                _check_together(self.prompt, self.prompt_cache_file)
+            prompt = _read(self.prompt)
+            target, conversation = _saved(self.prompt_cache_file, self.target)
+            model, tokenizer = target.load(self.draft_model, self.drafting, group)
+            from specmlx.evaluation import account
+            from specmlx.evaluation.trace import Recorder, write_trace
+            from specmlx.generation.generate import PromptCache, stream_generate, summary
+
+            prompt_cache = conversation
+            if self.prompt_cache_file and conversation is None:
+                prompt_cache = PromptCache()
+                prompt_cache.load(self.prompt_cache_file, model.fingerprint)
+            for token in self.extra_eos_token:
+                _add_stop_token(tokenizer, token, model.vocab_size)
+            _warm_up(model, tokenizer, self.request.num_draft_tokens)
+            # One file of all processes is enough.
+            recorder = Recorder() if self.trace and (group is None or group.rank() == 0) else None
+            text, tokens, response, notes = "", [], None, []
+            for response in stream_generate(
+                model,
+                tokenizer,
+                self.template.ids(tokenizer, prompt, self.prefill_response, suffix=conversation is not None),
+                stop=self.stop,
+                prompt_cache=prompt_cache,
+                prompt_progress_callback=prefill_status,
+                profile=self.profile,
+                **self.sampling.options(tokenizer),
+                **asdict(self.request),
+            ):
+                if not tokens:
+                    if _defaulted("prompt"):
+                        notes.append(f'no --prompt (- reads stdin), so this one is answered: "{prompt}"')
+                    where = "" if group is None else f" in {group.size()} processes"
+                    notes.append(
+                        f"{target.model}{where}: {_mode(model, self.request.num_draft_tokens, response.stats)}"
+                    )
+                    # mlx.launch forwards both outputs by pipes of their own: what is said now would land in the answer.
+                    if self.verbose and group is None:
+                        note("\n".join(notes))
+                        notes = []
+                tokens.append(response.token)
+                text += response.text
+                if recorder:
+                    recorder.add(response)
+                if not as_json():
+                    say(response.text, nl=False)
+            say(json.dumps(_object(text, tokens, response)) if as_json() else "")
+            if self.verbose:
+                note("\n".join([*notes, summary(response)]))
+            if self.profile:
+                note(_phases(response.stats.phases))
+            if recorder:
+                drafter = None if model.draft_model is None else type(model.draft_model).__name__
+                moved = account(model, response.stats, kv_format=kv_format)
+                write_trace(self.trace, recorder.trace(target.model, drafter, prompt, moved))
+                note(f"{self.trace}: specmlx view {self.trace} makes a page of it")
 
 
 def _check_together(prompt: str, prompt_cache_file: str | None) -> None:
@@ -136,6 +134,18 @@ def _defaulted(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) is click.core.ParameterSource.DEFAULT
 
 
+def _mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:
+    """How a request is really decoded, and why."""
+    why = f" ({stats.reason})" if stats.reason else ""
+    if model.draft_model is None or num_draft_tokens == 0:
+        return f"plain decoding{why}"
+    drafter, most = type(model.draft_model).__name__, model.draft_model.max_width
+    if num_draft_tokens == "auto":
+        return f"{drafter} drafts 0 (plain decoding) to {most} tokens a pass, whatever is fastest"
+    width = most if isinstance(num_draft_tokens, str) else num_draft_tokens
+    return f"speculative decoding with {drafter}, up to {width} drafted tokens a pass{why}"
+
+
 def _phases(phases: dict[str, float]) -> str:
     from specmlx.decoding.timer import HOST, host_share
 
@@ -143,27 +153,6 @@ def _phases(phases: dict[str, float]) -> str:
     lines = [f"  {name:<16} {seconds:8.3f} s {seconds / whole:6.1%}" for name, seconds in phases.items()]
     share = f"Python outside model calls ({', '.join(HOST)}): {host_share(phases):.1%}"
     return "\n".join(["decoding by phase, each waited for (without --profile they overlap):", *lines, share])
-
-
-def _recorder(trace: Path | None) -> Any:
-    """What listens to the answer for `--trace`; raises ValueError, before anything is loaded, for a bad place."""
-    if trace is None:
-        return None
-    check_folder("--trace", trace)
-    from specmlx.evaluation.trace import Recorder
-
-    return Recorder()
-
-
-def _write_trace(file: Path, recorder: Any, name: str, model: Any, prompt: str, stats: Any, kv_format: Any) -> None:
-    from specmlx.evaluation import account
-    from specmlx.evaluation.trace import write_trace
-
-    drafter = model.draft_model
-    kind = None if drafter is None else type(drafter).__name__
-    moved = account(model, stats, kv_format=kv_format)
-    write_trace(file, recorder.trace(name, kind, prompt, moved))
-    note(f"{file}: specmlx view {file} makes a page of it")
 
 
 def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | str) -> None:
@@ -177,20 +166,13 @@ def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | str) -> None:
             pass
 
 
-def record(text: str, tokens: list[int], last: Any) -> dict[str, Any]:
+def _object(text: str, tokens: list[int], last: Any) -> dict[str, Any]:
     """What `--json` prints of an answer, `last` being its last GenerationResponse."""
-    stats, sizes = last.stats, ("prompt_tokens", "cached_tokens", "generation_tokens")
-    counts = ("rounds", "draft_passes", "proposed", "accepted", "acceptance_length", "accept_histogram")
-    return {
-        "text": text,
-        "tokens": tokens,
-        **{name: getattr(last, name) for name in sizes},
-        **{name: getattr(stats, name) for name in (*counts, "prefill_seconds", "decode_seconds", "phases")},
-        **{name: getattr(last, name) for name in ("prompt_tps", "generation_tps")},
-        "end_to_end_tps": last.generation_tokens / max(stats.prefill_seconds + stats.decode_seconds, 1e-9),
-        **{name: getattr(last, name) for name in ("peak_memory", "finish_reason")},
-        **{name: getattr(stats, name) for name in ("mode", "reason")},
-    }
+    stats, found = last.stats, {"text": text, "tokens": tokens}
+    speed = last.generation_tokens / max(stats.prefill_seconds + stats.decode_seconds, 1e-9)
+    for name in FIELDS:
+        found[name] = getattr(last if hasattr(last, name) else stats, name, speed)
+    return found
 
 
 def _read(prompt: str) -> str:
@@ -210,18 +192,11 @@ def _add_stop_token(tokenizer: Any, token: str, vocab: int) -> None:
     tokenizer.add_eos_token(token)
 
 
-def _prompts(file: str, model: Any) -> Any:
-    from specmlx.generation.generate import PromptCache
-
-    cache = PromptCache()
-    cache.load(file, model.fingerprint)
-    return cache
-
-
-def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.ModelFlags, Any]:
-    """The target that goes on with a saved conversation, and the conversation.
+def _saved(file: str | None, target: ModelFlags) -> tuple[ModelFlags, Any]:
+    """The target that goes on with a saved conversation, and the conversation. Raises ValueError for another --model.
 
     Of a file of prompts only the first: what is in it begins like the whole prompt, where the model is the same.
+    What a file names is data: without `--model` only the demo and a directory on this machine are taken by that name.
     """
     if file is None:
         return target, None
@@ -229,19 +204,11 @@ def _cached(file: str | None, target: options.ModelFlags) -> tuple[options.Model
     from specmlx.generation.prompt_cache import load_prompt_cache
 
     if holds_prompts(file):
-        cache, metadata = None, load_prompts(file)[1]
+        conversation, metadata = None, load_prompts(file)[1]
     else:
-        cache, metadata = load_prompt_cache(file, return_metadata=True)
-    return replace(target, model=_belongs_to(file, metadata.get("model") or target.model, target.model)), cache
-
-
-def _belongs_to(file: str, made_with: str, given: str) -> str:
-    """The model of a saved conversation. Raises ValueError where `--model` is another one.
-
-    What a file names is data: without `--model` only the demo and a directory on this machine are taken by that name.
-    """
-    here = made_with == options.DEMO or Path(made_with).is_dir()
-    if made_with != given and not (here and _defaulted("model")):
-        name = made_with[:100]
-        raise ValueError(f"{file} belongs to the model {name}: pass --model {name}, not {given}")
-    return made_with
+        conversation, metadata = load_prompt_cache(file, return_metadata=True)
+    name, given = metadata.get("model") or target.model, target.model
+    here = name == DEMO or Path(name).is_dir()
+    if name != given and not (here and _defaulted("model")):
+        raise ValueError(f"{file} belongs to the model {name[:100]}: pass --model {name[:100]}, not {given}")
+    return replace(target, model=name), conversation

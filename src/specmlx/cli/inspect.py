@@ -1,48 +1,49 @@
 """`specmlx inspect`: what a checkpoint is, by its headers."""
 
-import json
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
-import click
+from specmlx.cli.flags import argument, command, report
+from specmlx.formats.values import option
 
-from specmlx.cli.terminal import answers, say
 
-
-@click.command(short_help="Say what a checkpoint is.")
-@click.argument("path", metavar="PATH_OR_ID")
-@click.option("--revision", metavar="NAME", help="Branch, tag or commit of a Hub id.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def inspect(path: str, revision: str | None, as_json: bool) -> None:
+@command("Print one JSON object instead of a table.")
+class Inspect:
     """What a model or drafter is: kind, packaging, sizes, bytes, and what its files leave open.
 
     Only config.json and the headers of the files are read: of a Hub id that is not in the local cache, without
     downloading a weight.
     """
-    from specmlx.loading.hub import download, is_id, remote_repo
-    from specmlx.loading.inspect import inspect_path, inspect_tensors
-    from specmlx.loading.resolve import resolve
 
-    with answers() as out:
-        if not is_id(path):
-            found = inspect_path(resolve(path))
+    path: str = argument(metavar="PATH_OR_ID")
+    revision: str | None = option(None, "Branch, tag or commit of a Hub id.", metavar="NAME")
+
+    def run(self) -> None:
+        from specmlx.loading.hub import download, is_id, remote_repo
+        from specmlx.loading.inspect import inspect_path, inspect_tensors
+        from specmlx.loading.resolve import resolve
+
+        if not is_id(self.path):
+            found = inspect_path(resolve(self.path))
         else:
             try:
-                found = inspect_path(download(path, revision, local_only=True))
+                found = inspect_path(download(self.path, self.revision, local_only=True))
             except ValueError:
-                repo = remote_repo(path, revision)
-                found = inspect_tensors(path, repo.config, repo.tensors, repo.files)
-    if as_json:
-        say(json.dumps(found.as_dict()), out)
-        return
-    say(f"{Path(found.path) if not is_id(path) else path}: {found.what}, {found.kind} ({found.packaging})", out)
-    for name, value in found.geometry.items():
-        say(f"  {name}: {value}", out)
-    say(f"  {found.tensors} tensors in {found.files} files, {_size(found.bytes)}:", out)
-    for name, group in found.groups.items():
-        say(f"    {name:<20} {group.tensors:>6} tensors  {_size(group.bytes):>10}", out)
-    say(f"  read by a pass over one row: {_size(found.bytes_per_pass)}", out)
+                repo = remote_repo(self.path, self.revision)
+                found = inspect_tensors(self.path, repo.config, repo.tensors, repo.files)
+        report(found.as_dict(), _lines(found, self.path if is_id(self.path) else found.path))
+
+
+def _lines(found: Any, name: str) -> Iterator[str]:
+    yield f"{name}: {found.what}, {found.kind} ({found.packaging})"
+    for key, value in found.geometry.items():
+        yield f"  {key}: {value}"
+    yield f"  {found.tensors} tensors in {found.files} files, {_size(found.bytes)}:"
+    for key, group in found.groups.items():
+        yield f"    {key:<20} {group.tensors:>6} tensors  {_size(group.bytes):>10}"
+    yield f"  read by a pass over one row: {_size(found.bytes_per_pass)}"
     for question in found.questions:
-        say(f"  open: {question}", out)
+        yield f"  open: {question}"
 
 
 def _size(nbytes: int) -> str:

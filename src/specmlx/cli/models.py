@@ -1,12 +1,10 @@
 """`specmlx models`: known targets and their drafters, and what of both is on this machine."""
 
-import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import click
-
-from specmlx.cli.terminal import answers, say
+from specmlx.cli.flags import command, report
 
 # Bits of a weight in mlx's 4-bit format with groups of 64.
 BITS = 4.5
@@ -14,35 +12,40 @@ BITS = 4.5
 SHARE = 0.75
 
 
-@click.command(short_help="List known targets and drafters.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
-def models(as_json: bool) -> None:
+@command("Print one JSON object instead of a table.")
+class Models:
     """Known targets with their published drafters, what is in the local Hub cache, and what fits this machine's memory.
 
     τ is the acceptance length as its source states it: other tasks, widths and ways to count give other figures.
     """
-    with answers() as out:
+
+    def run(self) -> None:
         found = _found()
-    if as_json:
-        say(json.dumps(found), out)
-        return
-    say(f"{found['memory_gb']:.1f} GB for models on this machine ({found['memory_is']})", out)
+        report(found, _lines(found))
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    yield f"{found['memory_gb']:.1f} GB for models on this machine ({found['memory_is']})"
     for target in found["targets"]:
-        say(f"\n{target['ids'][0]}{_size(target)}{_here(target['cached'])}", out)
+        size, fits = target["gb_in_4_bits"], "fits" if target["fits"] else "does not fit"
+        about = f" (about {size:.1f} GB in 4 bits by its name: {fits})" if size else ""
+        yield f"\n{target['ids'][0]}{about}{_here(target['cached'])}"
         for drafter in target["drafters"]:
-            what = [drafter["kind"]]
-            if drafter["block"]:
-                what.append(f"block {drafter['block']}")
-            if drafter["taps"]:
-                what.append(f"taps {', '.join(map(str, drafter['taps']))}")
-            if drafter["tau"]:
-                what.append(f"τ {drafter['tau']} ({drafter['source']})")
-            say(f"  {drafter['id']:<42} {'; '.join(what)}{_here(drafter['cached'])}", out)
-    others = found["others_cached"]
-    if others:
-        say("\nalso in the local Hub cache:", out)
-    for other in others:
-        say(f"  {other['id']:<42} {other['what']}, {other['gb']:.1f} GB", out)
+            what = [
+                drafter["kind"],
+                drafter["block"] and f"block {drafter['block']}",
+                drafter["taps"] and f"taps {', '.join(map(str, drafter['taps']))}",
+                drafter["tau"] and f"τ {drafter['tau']} ({drafter['source']})",
+            ]
+            yield f"  {drafter['id']:<42} {'; '.join(filter(None, what))}{_here(drafter['cached'])}"
+    if found["others_cached"]:
+        yield "\nalso in the local Hub cache:"
+    for other in found["others_cached"]:
+        yield f"  {other['id']:<42} {other['what']}, {other['gb']:.1f} GB"
+
+
+def _here(cached: Any) -> str:
+    return " [in the cache]" if cached else ""
 
 
 def for_models(recommended: int | None, memory: int | None) -> tuple[float, str]:
@@ -63,39 +66,21 @@ def _found() -> dict[str, Any]:
     info = mx.device_info() if mx.default_device() == mx.gpu else {}
     memory, memory_is = for_models(info.get("max_recommended_working_set_size"), this_machine().memory)
     cached = {repo.id.lower(): repo for repo in cached_repos()}
-    listed = set()
-
-    def here(name: str) -> bool:
-        listed.add(name.lower())
-        return name.lower() in cached
-
-    targets = []
+    targets, others, listed = [], [], set()
     for target in KNOWN:
         size = billions(target.ids[0])
         needed = size * BITS / 8 if size else None
-        found = asdict(target) | {"cached": [name for name in target.ids if here(name)], "gb_in_4_bits": needed}
-        found["fits"] = None if needed is None else needed * 1e9 <= memory
+        here = [name for name in target.ids if name.lower() in cached]
+        fits = None if needed is None else needed * 1e9 <= memory
+        found = asdict(target) | {"cached": here, "gb_in_4_bits": needed, "fits": fits}
         for drafter in found["drafters"]:
-            drafter["cached"] = here(drafter["id"])
+            drafter["cached"] = drafter["id"].lower() in cached
+        listed |= {name.lower() for name in (*target.ids, *(drafter["id"] for drafter in found["drafters"]))}
         targets.append(found)
-    others = []
-    for key, repo in cached.items():
-        if key in listed:
-            continue
+    for repo in (repo for key, repo in cached.items() if key not in listed):
         try:
             found = inspect_path(repo.path)
         except (ValueError, OSError):
             continue
         others.append({"id": repo.id, "what": f"{found.what}, {found.kind}", "gb": found.bytes / 1e9})
     return {"memory_gb": memory / 1e9, "memory_is": memory_is, "targets": targets, "others_cached": others}
-
-
-def _size(target: dict[str, Any]) -> str:
-    if target["gb_in_4_bits"] is None:
-        return ""
-    fits = "fits" if target["fits"] else "does not fit"
-    return f" (about {target['gb_in_4_bits']:.1f} GB in 4 bits by its name: {fits})"
-
-
-def _here(cached: Any) -> str:
-    return " [in the cache]" if cached else ""

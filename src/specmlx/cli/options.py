@@ -2,23 +2,38 @@
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from specmlx.cli.flags import json_object
+from specmlx.cache.quantized import KVFormat
+from specmlx.cli.flags import FILE, arguments, json_object, plotted
 from specmlx.cli.template import check_template_config, render
 from specmlx.cli.terminal import status
 from specmlx.formats.values import option
-
-if TYPE_CHECKING:
-    from specmlx.cache.quantized import KVFormat
+from specmlx.parallel.group import FailedElsewhere
 
 DEMO = "demo"
 DTYPES = ("float32", "float16", "bfloat16")
+JSON = "Print one JSON object."
+DRAFT_MODEL = option(
+    "auto",
+    "Drafter; auto takes what the target names, none decodes plainly.",
+    metavar="auto|none|mtp|ngram|PATH_OR_ID",
+)
+PROMPTS = option(None, "A file, one a line.", type=FILE)
+BITS = option(
+    None, "Bits of the target's matrices; default: as they are.", type=click.Choice(["2", "3", "4", "5", "6", "8"])
+)
+GROUP_SIZE = option("64", type=click.Choice(["32", "64", "128"]))
+
+
+def plot_option(help: str) -> Any:
+    """The option of a picture to be drawn."""
+    return option(None, help, metavar="FILE", callback=plotted)
 
 
 @dataclass(frozen=True)
@@ -73,12 +88,7 @@ class ModelFlags:
         for draft_model in draft_models:
             check_names(self.model, draft_model)
 
-    def load(
-        self,
-        draft_model: str | None = "auto",
-        drafting: DraftFlags | None = None,
-        group: Any = None,
-    ):
+    def load(self, draft_model: str | None = "auto", drafting: DraftFlags | None = None, group: Any = None):
         """(model, tokenizer), the drafter kept on the model; `draft_model` may be "none". Raises ValueError.
 
         group: of mlx's, where several processes run the model together.
@@ -88,23 +98,15 @@ class ModelFlags:
             self.check(draft_model)
         from specmlx.loading.load import load
 
+        settings = arguments(load, self, drafting or DraftFlags())
         with loading(self.model):
-            return load(
-                self.model,
-                draft_model=draft_model,
-                **({} if drafting is None else asdict(drafting)),
-                dtype=self.dtype,
-                adapter_path=self.adapter_path,
-                trust_remote_code=self.trust_remote_code,
-                consistent=self.consistent,
-                group=group,
-            )
+            return load(self.model, draft_model=draft_model, group=group, **settings)
 
 
-def _template_config(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
-    parsed = json_object(ctx, param, value)
+def _template_config(value: str) -> dict[str, Any]:
+    parsed = json_object(value)
     try:
-        check_template_config(parsed or {})
+        check_template_config(parsed)
     except ValueError as error:
         raise click.BadParameter(f"{error}.") from None
     return parsed
@@ -118,7 +120,7 @@ class TemplateFlags:
     ignore_chat_template: bool = option(False, "Give the model the raw prompt.")
     use_default_chat_template: bool = option(False, "Fail where the tokenizer has no chat template.")
     chat_template_config: dict[str, Any] | None = option(
-        None, 'Like {"enable_thinking": false}.', metavar="JSON", callback=_template_config
+        None, 'Like {"enable_thinking": false}.', metavar="JSON", type=_template_config
     )
 
     def ids(self, tokenizer: Any, prompt: str, prefill_response: str | None = None, suffix: bool = False) -> list[int]:
@@ -159,8 +161,6 @@ def prompt_lines(path: Path) -> list[str]:
 @contextlib.contextmanager
 def loading(name: str) -> Iterator[None]:
     """Say that a checkpoint is being loaded, and turn whatever that raises into an error with its name."""
-    from specmlx.parallel.group import FailedElsewhere
-
     with status(f"loading {name}"):
         try:
             yield
@@ -169,26 +169,6 @@ def loading(name: str) -> Iterator[None]:
         # Settings in a checkpoint may be of any type, and so may what reading them raises.
         except Exception as error:
             raise ValueError(f"can't load {name}: {error!r}") from error
-
-
-def unsupported(*declarations: str, **attrs: Any) -> Callable:
-    """An option of mlx_lm.generate that is taken and refused, so that nothing is silently ignored."""
-
-    def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-        given = ctx.get_parameter_source(param.name) is not click.core.ParameterSource.DEFAULT
-        if given:
-            raise click.UsageError(f"{param.opts[0]} is not supported yet: leave it out.")
-
-    return click.option(*declarations, hidden=True, expose_value=False, callback=refuse, **attrs)
-
-
-draft_model_option = click.option(
-    "--draft-model",
-    default="auto",
-    show_default=True,
-    metavar="auto|none|mtp|ngram|PATH_OR_ID",
-    help="Drafter; auto takes what the target names, none decodes plainly.",
-)
 
 
 @dataclass(frozen=True)
@@ -209,23 +189,9 @@ class RequestFlags:
     )
     kv_bits: int | str | None = option(None, "Keys and values in 2 to 8 bits, or int8.", metavar="N|int8")
     kv_group_size: int = option(64, "Elements that share a scale.")
-    quantized_kv_start: int = option(5000, "From this many tokens on.")
+    quantized_kv_start: int = option(5000, "Keys and values in fewer bits from this many tokens on.")
     calibrate: bool = option(True, "Measure what rounds take, once for a pair on this machine, in up to 5 seconds.")
 
-    def kv_format(self) -> "KVFormat | None":
+    def kv_format(self) -> KVFormat | None:
         """How keys and values are kept, None for the model's dtype. Raises ValueError for bad values."""
-        from specmlx.cache.quantized import KVFormat
-
-        return KVFormat.read(self.kv_bits, self.kv_group_size, self.quantized_kv_start)
-
-
-def effective_mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:
-    """How a request is really decoded, and why."""
-    why = f" ({stats.reason})" if stats.reason else ""
-    if model.draft_model is None or num_draft_tokens == 0:
-        return f"plain decoding{why}"
-    drafter, most = type(model.draft_model).__name__, model.draft_model.max_width
-    if num_draft_tokens == "auto":
-        return f"{drafter} drafts 0 (plain decoding) to {most} tokens a pass, whatever is fastest"
-    width = most if isinstance(num_draft_tokens, str) else num_draft_tokens
-    return f"speculative decoding with {drafter}, up to {width} drafted tokens a pass{why}"
+        return KVFormat.read(**arguments(KVFormat.read, self))

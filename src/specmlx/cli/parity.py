@@ -1,143 +1,137 @@
 """`specmlx parity`: the same prompts with and without the drafter, compared token by token."""
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from specmlx.cli import options, parity_report
-from specmlx.cli.flags import grouped, options_of
+from specmlx.cli.flags import as_json, command, like, report
+from specmlx.cli.options import (
+    DEMO,
+    JSON,
+    PROMPTS,
+    DraftFlags,
+    ModelFlags,
+    RequestFlags,
+    TemplateFlags,
+    loading,
+    prompt_lines,
+)
 from specmlx.cli.sampling import SamplingFlags
-from specmlx.cli.terminal import answers, note, say, status
-
-if TYPE_CHECKING:
-    from specmlx.evaluation.parity import Verdict
+from specmlx.cli.tables import count
+from specmlx.cli.terminal import note, say, status
+from specmlx.formats.values import option
 
 MLX_LM = "mlx-lm"
+# Follows a drafter's name where the kernels are those that run without --consistent.
+DEFAULT = "by the default kernels"
+COUNTS = ("rounds", "proposed", "accepted", "accept_histogram")
+Results = dict[str, list]
+"""Verdicts (of `evaluation.parity`) on all prompts, by what is compared with plain decoding."""
 
 
-@click.command(short_help="Check that a drafter changes no token.")
-@grouped("target", options.ModelFlags)
-@click.option(
-    "--draft-model",
-    multiple=True,
-    default=["auto"],
-    show_default="auto",
-    metavar="auto|PATH_OR_ID",
-    help="Drafter; may be repeated.",
-)
-@grouped("drafting", options.DraftFlags)
-@options_of(options.RequestFlags, "num_draft_tokens", "max_tokens", "prefill_step_size", num_draft_tokens="full")
-@click.option("--prompt", "-p", multiple=True, help="May be repeated. Default: some of specmlx's own.")
-@click.option("--prompts", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A file, one a line.")
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="The first N prompts only.")
-@grouped("template", options.TemplateFlags)
-@grouped("sampling", SamplingFlags)
-@click.option("--reference", type=click.Choice([MLX_LM]), help="Also mlx_lm's own decoding of the same files.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def parity(
-    target: options.ModelFlags,
-    sampling: SamplingFlags,
-    template: options.TemplateFlags,
-    draft_model: tuple[str, ...],
-    drafting: options.DraftFlags,
-    num_draft_tokens: int | str,
-    prompt: tuple[str, ...],
-    prompts: Path | None,
-    limit: int | None,
-    max_tokens: int,
-    prefill_step_size: int,
-    reference: str | None,
-    as_json: bool,
-) -> None:
+@command(JSON)
+class Parity:
     """Decode the same prompts with and without the drafter; exit code 0 if every token is the same, else 1.
 
     On Metal the proof is made with --consistent; how far the default choice of kernels agrees is shown beside it.
     """
-    _check(target, sampling, draft_model, reference)
-    texts = _texts(target.model, prompt, prompts)[:limit]
-    with answers() as out, _files(target, reference) as files:
-        model, tokenizer = files.load(
-            "auto" if "auto" in draft_model else None, drafting=drafting if "auto" in draft_model else None
-        )
-        from specmlx.evaluation.parity import rope_note, verdicts, verdicts_by_choice
-        from specmlx.kernels.dispatch import on_metal
-        from specmlx.loading.load import choose_kernels
-        from specmlx.loading.resolve import resolve
 
-        drafters = _drafters(model, draft_model, num_draft_tokens, drafting)
-        ids = [template.ids(tokenizer, text) for text in texts]
-        others = _reference(files, sampling, tokenizer, ids, max_tokens) if reference else {}
-        rope = rope_note(model, resolve(files.model)) if reference else None
-        settings = {
-            "num_draft_tokens": num_draft_tokens,
-            "seed": sampling.seed,
-            "sampler": sampling.sampler(tokenizer),
-            "logits_processors": sampling.processors(),
-            "prefill_step_size": prefill_step_size,
-        }
+    target: ModelFlags
+    draft_model: tuple[str, ...] = option(
+        ("auto",), "Drafter; may be repeated.", show_default="auto", metavar="auto|PATH_OR_ID"
+    )
+    drafting: DraftFlags
+    num_draft_tokens: int | str = like(RequestFlags, "num_draft_tokens", "full")
+    max_tokens: int = like(RequestFlags, "max_tokens")
+    prefill_step_size: int = like(RequestFlags, "prefill_step_size")
+    prompt: tuple[str, ...] = option((), "May be repeated. Default: some of specmlx's own.", names=("-p",))
+    prompts: Path | None = PROMPTS
+    limit: int | None = option(None, "The first N prompts only.", least=1, metavar="N")
+    template: TemplateFlags
+    sampling: SamplingFlags
+    reference: str | None = option(None, "Also mlx_lm's own decoding of the same files.", type=click.Choice([MLX_LM]))
 
-        def run() -> Iterator[dict[str, "Verdict"]]:
-            return verdicts(model, tokenizer, ids, drafters, max_tokens, others=others, **settings)
+    def run(self) -> bool:
+        self.target.check(*self.draft_model)
+        if "none" in self.draft_model:
+            raise click.UsageError("--draft-model none leaves nothing to compare: name a drafter.")
+        if self.reference and self.sampling.temp > 0:
+            raise click.UsageError("--reference compares greedy decoding only: leave --temp out.")
+        self.sampling.check(repeatable=True)
+        texts = _texts(self.target.model, self.prompt, self.prompts)[: self.limit]
+        with _files(self.target, self.reference) as files:
+            auto = "auto" in self.draft_model
+            model, tokenizer = files.load("auto" if auto else None, self.drafting if auto else None)
+            from specmlx.evaluation.parity import decode_mlx_lm, rope_note, verdicts, verdicts_by_choice
+            from specmlx.kernels.dispatch import on_metal
+            from specmlx.loading.load import choose_kernels
+            from specmlx.loading.resolve import resolve
 
-        results: dict[str, list] = {}
-        default: dict[str, list] = {}
-        choose = partial(choose_kernels, model) if on_metal() and not target.consistent else None
-        for proof, row in verdicts_by_choice(run, choose, note):
-            for name, verdict in row.items():
-                found = (results if proof else default).setdefault(name, [])
-                found.append(verdict)
-                if not as_json:
-                    kernels = "" if proof else f" {parity_report.DEFAULT}"
-                    place = f"prompt {len(found)} of {len(ids)}, {name}{kernels}"
-                    say(f"{place}: {parity_report.line(verdict, tokenizer)}", out)
-        if as_json:
-            report = parity_report.as_object(target.model, texts, results, tokenizer, default)
-            say(json.dumps(report | ({"note": rope} if rope else {})), out)
-        else:
-            for line in (*parity_report.summary(results, default), *([rope] if rope else [])):
-                say(line, out)
-    passed = all(verdict.passed for found in results.values() for verdict in found)
-    click.get_current_context().exit(0 if passed else 1)
-
-
-def _check(
-    target: options.ModelFlags, sampling: SamplingFlags, draft_model: tuple[str, ...], reference: str | None
-) -> None:
-    target.check(*draft_model)
-    if "none" in draft_model:
-        raise click.UsageError("--draft-model none leaves nothing to compare: name a drafter.")
-    if reference and sampling.temp > 0:
-        raise click.UsageError("--reference compares greedy decoding only: leave --temp out.")
-    sampling.check(repeatable=True)
+            drafters = _drafters(model, self.draft_model, self.num_draft_tokens, self.drafting)
+            ids = [self.template.ids(tokenizer, text) for text in texts]
+            others, rope = {}, None
+            if self.reference:
+                path, stops, processors = (
+                    resolve(files.model),
+                    tokenizer.eos_token_ids,
+                    self.sampling.processor_settings(),
+                )
+                rope = rope_note(model, path)
+                with status(f"decoding {len(ids)} prompts with mlx-lm"):
+                    decoded = decode_mlx_lm(
+                        path, ids, self.max_tokens, stops, processors, files.adapter_path, dtype=files.dtype
+                    )
+                    others[MLX_LM] = [*decoded]
+            settings = self.sampling.options(tokenizer) | {"prefill_step_size": self.prefill_step_size}
+            run = partial(
+                verdicts,
+                model,
+                tokenizer,
+                ids,
+                drafters,
+                self.max_tokens,
+                self.num_draft_tokens,
+                others=others,
+                **settings,
+            )
+            results, default = {}, {}
+            choose = partial(choose_kernels, model) if on_metal() and not self.target.consistent else None
+            for proof, row in verdicts_by_choice(run, choose, note):
+                for name, verdict in row.items():
+                    found = (results if proof else default).setdefault(name, [])
+                    found.append(verdict)
+                    if not as_json():
+                        place = f"prompt {len(found)} of {len(ids)}, {name}{'' if proof else f' {DEFAULT}'}"
+                        say(f"{place}: {_line(verdict, tokenizer)}")
+            found = _object(self.target.model, texts, results, tokenizer, default) | ({"note": rope} if rope else {})
+            report(found, [*summary(results, default), *([rope] if rope else [])])
+        return found["passed"]
 
 
 def _texts(model: str, prompt: tuple[str, ...], file: Path | None) -> list[str]:
     if prompt and file:
         raise click.UsageError("--prompt and --prompts can't go together.")
     if file:
-        return options.prompt_lines(file)
+        return prompt_lines(file)
     if prompt:
         if not all(text.strip() for text in prompt):
             raise ValueError("the prompt is empty: give --prompt a text")
         return list(prompt)
     from specmlx.evaluation.suites import PROMPTS, suite
 
-    if model == options.DEMO:
-        return list(suite(model))
-    return PROMPTS["parity"]
+    return list(suite(model)) if model == DEMO else PROMPTS["parity"]
 
 
 @contextlib.contextmanager
-def _files(target: options.ModelFlags, reference: str | None) -> Iterator[options.ModelFlags]:
+def _files(target: ModelFlags, reference: str | None) -> Iterator[ModelFlags]:
     """Where both programs find the same weights: the demo is stored in float16, and mlx_lm would compute in it."""
-    if not (reference and target.model == options.DEMO):
+    if not (reference and target.model == DEMO):
         yield target
         return
     from specmlx.demo.export import write_demo
@@ -146,15 +140,13 @@ def _files(target: options.ModelFlags, reference: str | None) -> Iterator[option
         yield replace(target, model=str(write_demo(directory)))
 
 
-def _drafters(
-    model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: options.DraftFlags
-) -> dict[str, Any]:
+def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: DraftFlags) -> dict[str, Any]:
     from specmlx.generation.draft_options import check_width
     from specmlx.loading.load import load_drafter
 
     drafters = {}
     for name in names:
-        with options.loading(name):
+        with loading(name):
             drafter = model.draft_model if name == "auto" else load_drafter(name, model, **asdict(drafting))
         if drafter is None:
             raise ValueError(f"{model.no_draft_reason}: pass --draft-model")
@@ -163,14 +155,71 @@ def _drafters(
     return drafters
 
 
-def _reference(
-    target: options.ModelFlags, sampling: SamplingFlags, tokenizer: Any, ids: list[list[int]], max_tokens: int
-) -> dict[str, list]:
-    from specmlx.evaluation.parity import decode_mlx_lm
-    from specmlx.loading.resolve import resolve
+def _line(verdict: Any, tokenizer: Any) -> str:
+    """One prompt: identical with its counts, or where it parts."""
 
-    with status(f"decoding {len(ids)} prompts with mlx-lm"):
-        path, stops, processors = resolve(target.model), tokenizer.eos_token_ids, sampling.processor_settings()
-        return {
-            MLX_LM: [*decode_mlx_lm(path, ids, max_tokens, stops, processors, target.adapter_path, dtype=target.dtype)]
-        }
+    def named(token: int | None) -> str:
+        return "the end" if token is None else f"{token} {tokenizer.decode([token])!r}"
+
+    found, tokens, stats = verdict.difference, count(verdict.tokens, "token"), verdict.stats
+    if found is not None:
+        margin = "" if found.margin is None else f"; top-2 margin {found.margin:.3g}"
+        return f"differs at token {found.index}: plain {named(found.plain)}, here {named(found.other)}{margin}"
+    if not verdict.passed:
+        return f"no pass: nothing was proposed for {tokens}"
+    return f"identical, {tokens}{_counts(stats) if stats else ''}"
+
+
+def _counts(stats: Any) -> str:
+    return f", {count(stats.rounds, 'round')}, {stats.proposed} proposed, {stats.accepted} accepted"
+
+
+def summary(results: Results, default: Results) -> Iterator[str]:
+    """The last lines: sums by what was compared with plain decoding, with `consistent` and by the default choice."""
+    from specmlx.evaluation.parity import total
+
+    for name, found in results.items():
+        sums, passed = total(found), sum(verdict.passed for verdict in found)
+        text = f"{passed} of {len(found)} prompts pass, {count(sums.generation_tokens, 'token')}"
+        if sums.rounds:
+            histogram = ", ".join(f"{accepted}: {rounds}" for accepted, rounds in enumerate(sums.accept_histogram))
+            text += f"{_counts(sums)}, {sums.acceptance_length:.2f} tokens a round; "
+            text += f"rounds by accepted tokens: {histogram}"
+        yield f"{name}{' with --consistent' if default else ''}: {text}"
+    # How many decodings are identical, and the margins where the others part: they need not agree.
+    for name, found in default.items():
+        text = f"{sum(verdict.identical for verdict in found)} of {len(found)} prompts identical"
+        if parted := [verdict.difference for verdict in found if verdict.difference is not None]:
+            margin = max((each.margin for each in parted if each.margin is not None), default=0)
+            first = min(each.index for each in parted)
+            text += f", first difference at token {first}, top-2 margins where they part up to {margin:.3g}"
+        yield f"{name} {DEFAULT}: {text}"
+
+
+def _object(model: str, texts: list[str], results: Results, tokenizer: Any, default: Results) -> dict[str, Any]:
+    """Everything, for `--json`. default: results of the default choice of kernels, where there are others."""
+    from specmlx.evaluation.parity import total
+
+    def prompt(text: str, verdict: Any) -> dict[str, Any]:
+        found = verdict.difference
+        difference = found and asdict(found)
+        for of in ("plain", "other") if found else ():
+            token = difference[of]
+            difference[f"{of}_text"] = None if token is None else tokenizer.decode([token])
+        outcome = {"prompt": text} | {name: getattr(verdict, name) for name in ("tokens", "identical", "passed")}
+        counts = {name: getattr(verdict.stats, name) for name in COUNTS if verdict.stats}
+        return outcome | counts | {"difference": difference}
+
+    def comparisons(results: Results) -> dict[str, Any]:
+        found = {}
+        for name, verdicts in results.items():
+            sums, prompts = total(verdicts), [prompt(*pair) for pair in zip(texts, verdicts, strict=True)]
+            passed = sum(verdict.passed for verdict in verdicts)
+            outcome = {"prompts": len(verdicts), "passed": passed, "tokens": sums.generation_tokens}
+            counts = {name: getattr(sums, name) for name in (*COUNTS, "acceptance_length")}
+            found[name] = outcome | counts | {"by_prompt": prompts}
+        return found
+
+    passed = all(verdict.passed for verdicts in results.values() for verdict in verdicts)
+    found = {"model": model, "passed": passed, "comparisons": comparisons(results)}
+    return found | ({"default_choice": comparisons(default)} if default else {})

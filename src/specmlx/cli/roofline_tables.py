@@ -1,24 +1,20 @@
 """The tables of `specmlx roofline`: bytes by tensor or by format, as the articles on two engines print them."""
 
-from typing import TYPE_CHECKING
-
 from specmlx.cli.tables import Row
+from specmlx.evaluation.roofline import Roofline
 from specmlx.evaluation.tensors import Group
 from specmlx.formats.sizes import Format
-
-if TYPE_CHECKING:
-    from specmlx.evaluation.roofline import Roofline
 
 HEADER = ("tensor", "shape", "MB each", "count", "reads", "GB")
 
 
-def weight_tables(line: "Roofline") -> list[list[Row]]:
+def weight_tables(line: Roofline) -> list[list[Row]]:
     """The target's tensors, by shape where they are all in one format and else by format; then the drafter's."""
     target = _by_format(line) if line.scheme.mixed else _by_tensor(line)
     return [target] if line.draft is None else [target, _drafter(line)]
 
 
-def lane_table(line: "Roofline", context: int) -> list[Row]:
+def lane_table(line: Roofline, context: int) -> list[Row]:
     """What each conversation adds to a round: its keys and values at `context`, its recurrent state."""
     state, token = line.state, line.kv_token_bytes
     scaled = " + fp32 scale per token, head, K/V" if line.kv == "int8" else ""
@@ -38,6 +34,29 @@ def lane_table(line: "Roofline", context: int) -> list[Row]:
     return rows
 
 
+def round_lines(line: Roofline, context: int) -> str:
+    """The bytes of a round with a short prompt and at `context`, and what they are made of."""
+    lanes = "one lane" if line.lanes == 1 else f"{line.lanes} lanes"
+
+    def sizes(drafting: bool) -> str:
+        short, long = (line.round_bytes(n, drafting) / 1e9 for n in (0, context))
+        return f"{short:.2f} GB with a short prompt, {long:.2f} GB at {tokens(context)}"
+
+    plain = f"A pass without a draft, {lanes}: {sizes(False)}."
+    if line.draft is None:
+        return plain
+    embedding = sum(group.nbytes for group in line.target if not group.reads)
+    target = f"target {sum(g.nbytes for g in line.target) / 1e9:.3f} − embedding {embedding / 1e9:.3f}"
+    if line.config.num_experts:
+        target = f"target with at most these experts {line.target_bytes() / 1e9:.3f}"
+    return (
+        f"One round, {lanes}: {sizes(True)}.\n"
+        f"Short: {target} + draft {sum(g.read() for g in line.drafter) / 1e9:.3f} + head a second time "
+        f"{line.head.nbytes / 1e9:.3f} + state {line.lanes * line.state.moved / 1e9:.2f}. "
+        f"The draft with its head: {line.draft_bytes / 1e9:.2f} GB.\n{plain}"
+    )
+
+
 def gigabytes(nbytes: int) -> str:
     """Two digits, three for less than 0.01 GB."""
     return f"{nbytes / 1e9:.{2 if nbytes >= 1e7 else 3}f}"
@@ -52,14 +71,14 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:.3g} MiB"
 
 
-def _by_tensor(line: "Roofline") -> list[Row]:
+def _by_tensor(line: Roofline) -> list[Row]:
     rows = [_row(group, line.draft is not None, line.lanes * line.rows) for group in line.target]
     parameters, nbytes = sum(g.parameters for g in line.target), sum(g.nbytes for g in line.target)
     bits = f"{parameters:,} parameters at {8 * nbytes / parameters:.4f} bits"
     return [HEADER, *rows, ("target total", bits, "", "", "", f"{nbytes / 1e9:.3f}")]
 
 
-def _drafter(line: "Roofline") -> list[Row]:
+def _drafter(line: Roofline) -> list[Row]:
     total = sum(group.nbytes for group in line.drafter if group.reads)
     last = ("draft total", "no head of its own: it runs the target's", "", "", "", f"{total / 1e9:.3f}")
     return [HEADER, *map(_row, line.drafter), last]
@@ -81,7 +100,7 @@ def _reads(group: Group, drafted: bool, rows: int) -> str:
     return str(group.reads + (drafted and group.kind == "vocabulary head"))
 
 
-def _by_format(line: "Roofline") -> list[Row]:
+def _by_format(line: Roofline) -> list[Row]:
     kinds = {kind: line.scheme.mlp for kind in ("experts", "MLP gate/up/down")}
     kinds |= dict.fromkeys(("GDN projections", "attention projections"), line.scheme.mixer)
     rows, small = [("group", "format", "reads", "GB")], 0

@@ -1,29 +1,26 @@
 """Flags that turn logits into tokens."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from specmlx.cli.flags import json_object
+from specmlx.cli.flags import arguments, json_object
+from specmlx.decoding.processors import make_logits_processors
+from specmlx.decoding.sampling import make_sampler
 from specmlx.formats.values import option
 
-if TYPE_CHECKING:
-    from specmlx.decoding.processors import Processor
-    from specmlx.decoding.sampling import Sampler
 
-
-def _logit_bias(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[int, float] | None:
-    parsed = json_object(ctx, param, value)
+def _logit_bias(value: str) -> dict[int, float]:
     try:
-        return None if parsed is None else {int(token): float(bias) for token, bias in parsed.items()}
+        return {int(token): float(bias) for token, bias in json_object(value).items()}
     except (TypeError, ValueError):
         raise click.BadParameter('it must map token ids to numbers, like {"42": -1.5}.') from None
 
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Everything that turns logits into tokens."""
+    """What turns logits into tokens: `seed`, and keywords of `make_sampler` and `make_logits_processors`."""
 
     temp: float = option(0.0, "Temperature; 0 is greedy.")
     top_p: float = option(1.0, "Keep this probability mass.")
@@ -34,7 +31,7 @@ class SamplingFlags:
     xtc_threshold: float = option(0.1, "What counts as a top choice to XTC.")
     seed: int | None = option(None, "Same text every time, with any drafter or none.")
     logit_bias: dict[int, float] | None = option(
-        None, 'Like {"42": -1.5}, by token id.', metavar="JSON", callback=_logit_bias
+        None, 'Like {"42": -1.5}, by token id.', metavar="JSON", type=_logit_bias
     )
     repetition_penalty: float | None = option(None, "Divides the logits of repeated tokens.")
     repetition_context_size: int = option(20, "Tokens looked back at; 0 is all.")
@@ -43,27 +40,17 @@ class SamplingFlags:
     frequency_penalty: float | None = option(None, "Subtracted for each time a token occurred.")
     frequency_context_size: int = option(20)
 
-    def sampler(self, tokenizer: Any = None) -> "Sampler":
-        """XTC spares line ends and stop tokens once the tokenizer is known, as in mlx_lm. Raises ValueError."""
-        from specmlx.decoding.sampling import make_sampler
-
-        names = ("temp", "top_p", "min_p", "min_tokens_to_keep", "top_k", "xtc_probability", "xtc_threshold")
-        sampler = make_sampler(**{name: getattr(self, name) for name in names})
-        if tokenizer is None:
-            return sampler
-        return replace(sampler, xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids))
+    def options(self, tokenizer: Any) -> dict[str, Any]:
+        """`stream_generate`'s keywords. XTC spares line ends and stop tokens, as in mlx_lm. Raises ValueError."""
+        sampler = make_sampler(**arguments(make_sampler, self))
+        if tokenizer is not None:
+            sampler = replace(sampler, xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids))
+        processors = make_logits_processors(**self.processor_settings())
+        return {"seed": self.seed, "sampler": sampler, "logits_processors": processors}
 
     def processor_settings(self) -> dict[str, Any]:
         """Keywords of specmlx's and of mlx_lm's make_logits_processors."""
-        kinds = ("repetition", "presence", "frequency")
-        names = [f"{kind}_{what}" for kind in kinds for what in ("penalty", "context_size")]
-        return {name: getattr(self, name) for name in ("logit_bias", *names)}
-
-    def processors(self) -> "list[Processor]":
-        """Raises ValueError for bad values."""
-        from specmlx.decoding.processors import make_logits_processors
-
-        return make_logits_processors(**self.processor_settings())
+        return arguments(make_logits_processors, self)
 
     def check(self, repeatable: bool = False) -> None:
         """Raise ValueError for bad values: to be called before a model is loaded.
@@ -72,5 +59,4 @@ class SamplingFlags:
         """
         if repeatable and self.temp > 0 and self.seed is None:
             raise click.UsageError("--temp needs --seed: without one, two decodings draw different tokens.")
-        self.sampler()
-        self.processors()
+        self.options(None)

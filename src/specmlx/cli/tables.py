@@ -1,4 +1,4 @@
-"""The one way that reports print rows in columns."""
+"""How reports print rows in columns, and counts."""
 
 from collections.abc import Sequence
 
@@ -23,3 +23,8 @@ def table(rows: Sequence[Row], head: bool = True) -> str:
 def _figure(cell: str) -> bool:
     """Whether a cell is a number, with its unit or range: shapes and lists of numbers are text."""
     return cell[0].isdigit() and sum(word[0].isdigit() for word in cell.split()) == 1 and " a token" not in cell
+
+
+def count(n: int, noun: str) -> str:
+    """Like "1 prompt" and "2 prompts"."""
+    return f"{n} {noun}{'' if n == 1 else 's'}"

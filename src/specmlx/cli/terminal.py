@@ -4,26 +4,37 @@ import contextlib
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TextIO
 
 import click
 
 from specmlx.formats.printable import printable
 
+_STDOUT: ContextVar[TextIO | None] = ContextVar("stdout", default=None)
+
 
 @contextlib.contextmanager
-def answers() -> Iterator[TextIO]:
-    """The real stdout, while what libraries print (mlx-lm's memory warning, for one) goes to stderr."""
-    out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):
-        yield out
+def answers() -> Iterator[None]:
+    """Only `say` writes to stdout; what libraries print (mlx-lm's memory warning, for one) goes to stderr."""
+    token = _STDOUT.set(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _STDOUT.reset(token)
+
+
+def stdout() -> TextIO:
+    """Where answers go."""
+    return _STDOUT.get() or sys.stdout
 
 
 def say(text: str = "", out: TextIO | None = None, *, nl: bool = True, fg: str | None = None) -> None:
-    """Write text to a stream (default: stdout), see `printable`; `fg`: in a colour, whatever the stream is."""
-    out = sys.stdout if out is None else out
-    text = printable(text, out)
+    """Write text to a stream (default: where answers go), see `printable`; `fg`: in a colour, on any stream."""
+    out = out or stdout()
     # color: click would take sequences out of what goes into a pipe.
+    text = printable(text, out)
     click.echo(click.style(text, fg=fg) if fg and text else text, file=out, nl=nl, color=True)
 
 

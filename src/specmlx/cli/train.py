@@ -2,138 +2,147 @@
 
 import signal
 import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from specmlx.cli import options
-from specmlx.cli.flags import grouped, options_of
+from specmlx.cli.flags import command, like
+from specmlx.cli.options import ModelFlags, RequestFlags, TemplateFlags, plot_option
 from specmlx.cli.terminal import handled, note, show_status, status
+from specmlx.formats.values import option
 from specmlx.training.settings import Settings
 
 KINDS = ("dflash", "dflash2", "dspark")
 PACKAGINGS = ("zlab", "deepspec", "speculators")
 
-MINUTES = "As many steps as fit, at least 20, instead of --steps; decoding held-out prompts comes on top."
 
-
-def _ids(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def _ids(value: str) -> tuple[int, ...]:
     try:
-        return None if value is None else tuple(int(part) for part in value.split(","))
+        return tuple(int(part) for part in value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r}: it must be layer numbers with commas between, like 1,8,15.") from None
 
 
-@click.command(short_help="Train a drafter for a model.")
-@grouped("target", options.ModelFlags)
-@click.option(
-    "--data", required=True, metavar="FILE|HUB_DATASET", help="JSONL: messages, prompt (completion), or text."
-)
-@click.option("--kind", type=click.Choice(KINDS), default=None, help="Kind of drafter; default: --init's, else dspark.")
-@click.option(
-    "--init", metavar="PATH_OR_ID", help="A drafter to begin with: the way for a fine-tune, or from dflash to dflash2."
-)
-@click.option("--out", required=True, type=click.Path(path_type=Path, file_okay=False), help="Folder for the drafter.")
-@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps.  [default: 1000]")
-@click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help=MINUTES)
-@click.option("--resume", is_flag=True, help="Go on with the training in --out.")
-@click.option("--block-size", type=int, help="Rows that the drafter runs.  [default: 8]")
-@click.option("--layers", type=int, help="Of the drafter; default: 5 for targets of 24 and more, else 2.")
-@click.option("--taps", callback=_ids, metavar="I,J,…", help="Target layers whose outputs it sees; default: spread.")
-@click.option("--window", type=int, metavar="N", help="Rows that it looks back; default: all.")
-@click.option("--mask-token-id", type=int, help="A token that no text uses; default: found in the tokenizer.")
-@options_of(Settings, learning_rate=None)
-@options_of(options.RequestFlags, "max_tokens", max_tokens=256)
-@click.option("--seed", type=int, default=0, show_default=True)
-@options_of(options.TemplateFlags, "chat_template_config")
-@click.option(
-    "--export",
-    "exports",
-    type=click.Choice(PACKAGINGS),
-    multiple=True,
-    help="Also write OUT/export-NAME in the form of another engine; may be repeated.",
-)
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the curves to a .png or .svg.")
-def train(
-    target: options.ModelFlags,
-    data: str,
-    kind: str | None,
-    init: str | None,
-    out: Path,
-    steps: int | None,
-    minutes: float | None,
-    resume: bool,
-    exports: tuple[str, ...],
-    plot: Path | None,
-    **flags: Any,
-) -> None:
+@dataclass(frozen=True)
+class ShapeFlags:
+    """What a new drafter looks like; the fields are keywords of `geometry.drafter_config`."""
+
+    block_size: int | None = option(None, "Rows that the drafter runs.  [default: 8]")
+    layers: int | None = option(None, "Layers of the drafter; default: 5 if the target has 24 or more, else 2.")
+    taps: tuple[int, ...] | None = option(
+        None, "Target layers whose outputs it sees; default: spread.", type=_ids, metavar="I,J,…"
+    )
+    window: int | None = option(None, "Rows that it looks back; default: all.", metavar="N")
+    mask_token_id: int | None = option(None, "A token that no text uses; default: found in the tokenizer.")
+
+
+@command()
+class Train:
     """Train a drafter: the target answers the prompts itself, and the drafter learns to guess its answers.
 
     \b
-    specmlx train --model my-fine-tune --data prompts.jsonl --kind dspark --out my-drafter --steps 2000
-    specmlx generate --model my-fine-tune --draft-model my-drafter --prompt "…"
+    Examples:
+      specmlx train --model my-fine-tune --data prompts.jsonl --kind dspark --out my-drafter --steps 2000
+      specmlx generate --model my-fine-tune --draft-model my-drafter --prompt "…"
     """
-    if steps and minutes:
-        raise click.UsageError("--steps and --minutes can't go together.")
-    if plot:
-        from specmlx.evaluation.plot import check_plot
 
-        check_plot(plot)
-    from specmlx.training.dataset import find_rows
-
-    rows = find_rows(data)
-    model, tokenizer = target.load("none")
-    from specmlx.training.run import Run
-
-    settings = _settings(model, tokenizer, kind, init, steps, minutes, flags)
-    run = Run(model, tokenizer, rows, settings, out, resume, exports)
-    note(
-        f"{settings.kind} drafter, {run.parameters / 1e6:.2f} M parameters; {len(run.learned)} rows to learn from, "
-        f"{len(run.kept)} held out; checkpoints in {run.folder}"
+    target: ModelFlags
+    data: str = option(
+        None, "JSONL: messages, prompt (completion), or text.", required=True, metavar="FILE|HUB_DATASET"
     )
-    _learn(run)
-    from specmlx.training.card import finish
+    kind: str | None = option(None, "Kind of drafter; default: --init's, else dspark.", type=click.Choice(KINDS))
+    init: str | None = option(
+        None, "A drafter to begin with: the way for a fine-tune, or from dflash to dflash2.", metavar="PATH_OR_ID"
+    )
+    out: Path = option(None, "Folder for the drafter.", required=True, type=click.Path(path_type=Path, file_okay=False))
+    steps: int | None = option(None, "Optimizer steps.  [default: 1000]", least=1)
+    minutes: float | None = option(
+        None,
+        "As many steps as fit, at least 20, instead of --steps; decoding held-out prompts comes on top.",
+        type=click.FloatRange(min=0, min_open=True),
+    )
+    resume: bool = option(False, "Go on with the training in --out.")
+    shape: ShapeFlags
+    learning: Settings = Settings({}, learning_rate=None)
+    max_tokens: int = like(RequestFlags, "max_tokens", 256)
+    seed: int = option(0)
+    chat_template_config: dict[str, Any] | None = like(TemplateFlags, "chat_template_config")
+    export: tuple[str, ...] = option(
+        (),
+        "Also write OUT/export-NAME in the form of another engine; may be repeated.",
+        type=click.Choice(PACKAGINGS),
+    )
+    plot: Path | None = plot_option("Draw the curves to a .png or .svg.")
 
-    with status("decoding held-out prompts"):
-        report = finish(run, sys.argv[1:], data, target.model)
-    if plot:
-        from specmlx.training.curves import draw
+    def run(self) -> None:
+        if self.steps and self.minutes:
+            raise click.UsageError("--steps and --minutes can't go together.")
+        from specmlx.training.dataset import find_rows
 
-        draw(run.folder, plot)
-    if left_out := run.answers.left_out:
-        note(f"not learned: {', '.join(f'{count} rows ({why})' for why, count in sorted(left_out.items()))}")
-    note(report)
+        rows = find_rows(self.data)
+        model, tokenizer = self.target.load("none")
+        from specmlx.training.card import finish
+        from specmlx.training.geometry import default_rate
+        from specmlx.training.run import Run
+
+        config, init = _config(model, tokenizer, self.kind, self.init, self.shape)
+        count = None if self.minutes else self.steps or 1000
+        rate = self.learning.learning_rate
+        settings = replace(
+            self.learning,
+            config=config,
+            init=init,
+            steps=count,
+            minutes=self.minutes,
+            warmup=50 if self.minutes else min(50, max(1, count // 5)),
+            learning_rate=default_rate(model.config.hidden_size) if rate is None else rate,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            chat_template_config=self.chat_template_config,
+        )
+        run = Run(model, tokenizer, rows, settings, self.out, self.resume, self.export)
+        note(
+            f"{settings.kind} drafter, {run.parameters / 1e6:.2f} M parameters; {len(run.learned)} rows to learn from, "
+            f"{len(run.kept)} held out; checkpoints in {run.folder}"
+        )
+        _learn(run)
+        with status("decoding held-out prompts"):
+            report = finish(run, sys.argv[1:], self.data, self.target.model)
+        if self.plot:
+            from specmlx.training.curves import draw
+
+            draw(run.folder, self.plot)
+        if left_out := run.answers.left_out:
+            note(f"not learned: {', '.join(f'{count} rows ({why})' for why, count in sorted(left_out.items()))}")
+        note(report)
 
 
-def _settings(model: Any, tokenizer: Any, kind: str | None, init: str | None, steps, minutes, flags: dict):
+def _config(
+    model: Any, tokenizer: Any, kind: str | None, init: str | None, shape: ShapeFlags
+) -> tuple[dict[str, Any], str | None]:
+    """The drafter's config.json, and the directory of the one to begin with. Raises UsageError for what can't be."""
     from specmlx.drafters.config import DFLASH, DFLASH2, DrafterConfig
     from specmlx.formats.checkpoint import read_config
     from specmlx.loading.resolve import resolve
-    from specmlx.training.geometry import default_rate, drafter_config, grown, mask_token
+    from specmlx.training.geometry import drafter_config, grown, mask_token
 
-    shape = {name: flags.pop(name) for name in ("block_size", "layers", "taps", "window")}
-    mask = flags.pop("mask_token_id")
-    if init:
-        given = [name for name, value in {**shape, "mask_token_id": mask}.items() if value is not None]
-        if given:
-            raise click.UsageError(f"--{given[0].replace('_', '-')} and --init can't go together: --init's stays.")
-        path = resolve(init)
-        config = read_config(path)
-        own = DrafterConfig.from_dict(config)
-        if (own.kind, kind) == (DFLASH, DFLASH2):
-            config = grown(own)
-        elif kind and own.kind != kind:
-            raise click.UsageError(f"--init {init} is a {own.kind} drafter, not a {kind} one.")
-        init = str(path)
-    else:
-        mask = mask_token(tokenizer, model.vocab_size) if mask is None else mask
-        config = drafter_config(model.config, kind or "dspark", mask, **shape)
-    if flags["learning_rate"] is None:
-        flags["learning_rate"] = default_rate(model.config.hidden_size)
-    count = None if minutes else steps or 1000
-    warmup = 50 if minutes else min(50, max(1, count // 5))
-    return Settings(config=config, steps=count, minutes=minutes, init=init, warmup=warmup, **flags)
+    given = {name: value for name, value in asdict(shape).items() if value is not None}
+    if not init:
+        if shape.mask_token_id is None:
+            given["mask_token_id"] = mask_token(tokenizer, model.vocab_size)
+        return drafter_config(model.config, kind or "dspark", **given), None
+    if given:
+        raise click.UsageError(f"--{[*given][0].replace('_', '-')} and --init can't go together: --init's stays.")
+    path = resolve(init)
+    config = read_config(path)
+    own = DrafterConfig.from_dict(config)
+    if (own.kind, kind) == (DFLASH, DFLASH2):
+        config = grown(own)
+    elif kind and own.kind != kind:
+        raise click.UsageError(f"--init {init} is a {own.kind} drafter, not a {kind} one.")
+    return config, str(path)
 
 
 def _learn(run: Any) -> None:
