@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from specmlx.cli.terminal import note
+from specmlx.cli.terminal import answers, note
 
 # What mlx.launch, and mpirun, tell a process.
 _RANKS = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
@@ -70,5 +70,5 @@ def joined() -> Iterator[Any]:
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
     with open(os.devnull, "w") as nowhere:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere), answers():
             yield

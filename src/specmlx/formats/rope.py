@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.rope_utils import initialize_rope
 
 from specmlx.formats.config import read
 
@@ -146,6 +145,9 @@ def periods(rope: dict[str, Any], dims: int) -> mx.array:
         return _yarn(rope, dims)
     if kind == "longrope" and len(factors := rope["short_factor"]) != dims // 2:
         raise ValueError(f"short_factor has {len(factors)} factors: {dims // 2} would fit")
+    # It takes seconds to import, and config.json files are checked before.
+    from mlx_lm.models.rope_utils import initialize_rope
+
     return initialize_rope(dims, theta, False, rope | {"type": kind}, 1)._freqs
 
 
