@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -26,9 +27,8 @@ from specmlx.targets.checkpoint import load_target
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
 from specmlx.training.dataset import Row
-from specmlx.training.drafter import DraftLoss, LossFunction, sample_anchors
 from specmlx.training.loop import Schedule, train
-from specmlx.training.mtp import mtp_loss
+from specmlx.training.losses import DraftLoss, LossFunction, mtp_loss, sample_anchors
 from specmlx.training.run import TRAINING, Run, Settings
 
 HERE = Path(specmlx.demo.__file__).parent
@@ -225,7 +225,8 @@ def _draft_lesson(model: nn.Module, loss: LossFunction, tokenizer: Path, directo
         anchors = sample_anchors(weights, ANCHORS, np.random.default_rng([schedule.steps, step]))
         return mx.array(tokens), mx.array(weights), mx.array(anchors)
 
-    for record in train(model, loss, batch, schedule, directory, betas=(0.9, 0.95), weight_decay=0.0):
+    optimizer = optim.AdamW(0.0, [0.9, 0.95], weight_decay=0.0)
+    for record in train(model, loss, batch, schedule, directory, optimizer):
         if record["step"] % 50 == 0:
             click.echo(json.dumps(record), err=True)
 

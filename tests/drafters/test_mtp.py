@@ -21,8 +21,7 @@ from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.proposal import Joinable, Packable
 from specmlx.loading.load import load_drafter
 from specmlx.targets.checkpoint import load_target
-from specmlx.training.drafter import DraftLoss
-from specmlx.training.mtp import mtp_loss
+from specmlx.training.losses import DraftLoss, mtp_loss
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 LENGTH = 24

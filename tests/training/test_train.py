@@ -35,7 +35,7 @@ from specmlx.generation.generate import stream_generate
 from specmlx.loading.load import load, load_drafter
 from specmlx.targets.config import HybridConfig
 from specmlx.training.answers import Answers, Dialogue, distinct_3grams
-from specmlx.training.batches import Batches
+from specmlx.training.batches import Batches, arrays
 from specmlx.training.dataset import Row, read_rows
 from specmlx.training.geometry import KINDS, drafter_config
 from specmlx.training.loop import Schedule, train
@@ -333,7 +333,8 @@ def test_answers_are_the_targets_own_and_made_once(target, data, tmp_path):
         prompt = row.ids(tokenizer)
         alone = [r.token for r in stream_generate(model, tokenizer, prompt, 6)]
         assert dialogue == Dialogue(prompt + alone, len(prompt))
-        assert dialogue.weights().tolist() == [0] * (len(prompt) - 1) + [1] * len(alone)
+        weights = arrays([dialogue], 1, np.random.default_rng(0))[1][0, : len(prompt + alone) - 1]
+        assert weights.tolist() == [0] * (len(prompt) - 1) + [1] * len(alone)
     # A crash cut the last line short: its answer is made again, the others are read.
     lines = (tmp_path / "answers.jsonl").read_bytes()
     (tmp_path / "answers.jsonl").write_bytes(lines[:-9])

@@ -12,8 +12,8 @@ from rig import TINY, tiny, tokens
 
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
-from specmlx.training.drafter import DraftLoss, draft_loss, sample_anchors, slot_losses
 from specmlx.training.loop import Schedule, train
+from specmlx.training.losses import DraftLoss, draft_loss, sample_anchors, slot_losses
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 

@@ -13,8 +13,7 @@ from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.targets.config import HybridConfig
-from specmlx.training.drafter import DraftLoss, draft_loss
-from specmlx.training.mtp import mtp_loss
+from specmlx.training.losses import DraftLoss, draft_loss, mtp_loss
 
 GOLDENS = Path(__file__).parents[1] / "goldens" / "training"
 FILE = json.loads((GOLDENS / "losses.json").read_text())

@@ -12,9 +12,9 @@ _CHUNK = 1 << 23
 
 
 def write_atomically(
-    path: Path, parts: Iterable[bytes | memoryview], private: bool = False, system: ModuleType = os
+    path: Path, parts: Iterable[bytes | memoryview] | str, private: bool = False, system: ModuleType = os
 ) -> None:
-    """Replace a file by `parts`: after a crash at any moment the old one is whole, or the new one is.
+    """Replace a file by a text or `parts`: after a crash at any moment the old one is whole, or the new one is.
 
     A temporary file beside it is written and synced, renamed, and the directory synced. `private`: only its owner may
     read it. `system` makes the calls, as `os` does. A link stays, and the file behind it is replaced. Raises OSError,
@@ -33,7 +33,7 @@ def write_atomically(
     try:
         file = system.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
         try:
-            for part in parts:
+            for part in [parts.encode()] if isinstance(parts, str) else parts:
                 left = memoryview(part).cast("B")
                 while left:
                     left = left[system.write(file, left[:_CHUNK]) :]

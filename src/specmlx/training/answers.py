@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from specmlx.decoding.sampling import make_sampler
 from specmlx.generation.request import Request
@@ -36,10 +35,6 @@ class Dialogue:
     ids: list[int]
     start: int
 
-    def weights(self) -> np.ndarray:
-        """`[L]` float32 for ids `[L + 1]`: 1 where the token after a position belongs to the answer."""
-        return (np.arange(1, len(self.ids)) >= self.start).astype(np.float32)
-
 
 class Answers:
     """The target's answers to rows, each made once, and read back from `path` by a run that goes on.
@@ -48,14 +43,7 @@ class Answers:
     max_tokens -1 is as many as max_length leaves room for. seconds, made: what the new answers took, and how many.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        tokenizer: Any,
-        path: Path,
-        settings: Settings,
-        max_lanes: int = 16,
-    ):
+    def __init__(self, model: Any, tokenizer: Any, path: Path, settings: Settings, max_lanes: int = 16):
         self.scheduler = Scheduler(model, tokenizer, draft_model=None, max_lanes=max_lanes)
         self.path, self.settings = path, settings
         self.sampler = make_sampler(settings.temp) if settings.temp else None
@@ -69,8 +57,7 @@ class Answers:
 
     def of(self, rows: Sequence[Row]) -> list[Dialogue]:
         """The sequences of rows, without those that loop or leave no room for an answer; new ones are made together."""
-        new = [row for row in rows if row.key not in self._known]
-        if new:
+        if new := [row for row in rows if row.key not in self._known]:
             clock = time.perf_counter()
             made = self._make(new)
             self.seconds += time.perf_counter() - clock
@@ -82,8 +69,7 @@ class Answers:
                     self._known[row.key] = sequence
                 file.flush()
                 os.fsync(file.fileno())
-        found = (self._known[row.key] for row in rows)
-        return [sequence for sequence in found if isinstance(sequence, Dialogue)]
+        return [found for row in rows if isinstance(found := self._known[row.key], Dialogue)]
 
     def _make(self, rows: Sequence[Row]) -> list[Dialogue | str]:
         s, scheduler = self.settings, self.scheduler

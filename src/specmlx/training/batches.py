@@ -1,5 +1,6 @@
 """Which sequences a step learns from: a function of the step, the seed and the answers, and of nothing else."""
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -8,7 +9,8 @@ import numpy as np
 
 from specmlx.training.answers import Answers, Dialogue
 from specmlx.training.dataset import Row
-from specmlx.training.drafter import sample_anchors
+from specmlx.training.loop import Batch
+from specmlx.training.losses import sample_anchors
 from specmlx.training.settings import Settings
 
 PAD = 16
@@ -30,7 +32,7 @@ class Batches:
         self._firsts: list[int] = [0]
         self._visits: list[list[list[Dialogue]]] = []
 
-    def __call__(self, step: int) -> tuple[mx.array, mx.array, mx.array]:
+    def __call__(self, step: int) -> Batch:
         """Tokens `[B, L + 1]` int32, weights `[B, L]` float32 and anchors `[B, N]` int32 of a step.
 
         Raises ValueError where no row of a whole epoch can be learned from.
@@ -51,10 +53,9 @@ class Batches:
         before, chosen = order[: pool * self.pool], order[pool * self.pool : (pool + 1) * self.pool]
         if turn == 0 and pool:
             again = min(len(before), self.pool * (self.settings.repeats - 1))
-            more = self._random(5, number).choice(before, again, replace=False)
-            chosen = np.concatenate([chosen, more])
-        rows = [self.rows[i] for i in chosen]
-        batches = batched(self.answers.of(rows), self.settings.batch_size, self._random(3, number))
+            chosen = np.concatenate([chosen, self._random(5, number).choice(before, again, replace=False)])
+        dialogues = self.answers.of([self.rows[i] for i in chosen])
+        batches = batched(dialogues, self.settings.batch_size, self._random(3, number))
         # Only the newest visits are ever asked for again.
         self._visits.append(batches)
         if number >= 2:
@@ -66,26 +67,23 @@ class Batches:
 
 def batched(dialogues: Sequence[Dialogue], size: int, rng: np.random.Generator) -> list[list[Dialogue]]:
     """Batches of `size` sequences that are padded to the same length, in random order; the last is filled up."""
-    if not dialogues:
-        return []
     shuffled = [dialogues[i] for i in rng.permutation(len(dialogues))]
-    filled = shuffled + [shuffled[i % len(shuffled)] for i in range(-len(shuffled) % size)]
+    filled = list(itertools.islice(itertools.cycle(shuffled), -(-len(shuffled) // size) * size))
     # By what they are padded to, not by length: answers of one length are often of one kind, and a batch needs all.
     filled.sort(key=lambda dialogue: _padded(len(dialogue.ids)))
     batches = [filled[i : i + size] for i in range(0, len(filled), size)]
     return [batches[i] for i in rng.permutation(len(batches))]
 
 
-def arrays(
-    dialogues: Sequence[Dialogue], anchors: int, rng: np.random.Generator
-) -> tuple[mx.array, mx.array, mx.array]:
+def arrays(dialogues: Sequence[Dialogue], anchors: int, rng: np.random.Generator) -> Batch:
     """Tokens, weights and anchors of a batch; see `Batches`."""
     length = max(_padded(len(dialogue.ids)) for dialogue in dialogues)
     tokens = np.zeros((len(dialogues), length + 1), np.int32)
     weights = np.zeros((len(dialogues), length), np.float32)
     for row, weight, dialogue in zip(tokens, weights, dialogues, strict=True):
         row[: len(dialogue.ids)] = dialogue.ids
-        weight[: len(dialogue.ids) - 1] = dialogue.weights()
+        # 1 where the token after a position belongs to the answer.
+        weight[max(dialogue.start - 1, 0) : len(dialogue.ids) - 1] = 1
     return mx.array(tokens), mx.array(weights), mx.array(sample_anchors(weights, anchors, rng))
 
 

@@ -27,9 +27,7 @@ def finish(run: Run, arguments: Sequence[str], data: str, verifier: str) -> str:
     run.save({"README.md": _card(run, total, arguments, data)}, verifier)
     if not total.prompts:
         return f"{run.out}: no held-out prompt to decode, so not measured"
-    same = (
-        "all texts identical" if total.identical == total.prompts else f"{total.identical} of {total.prompts} identical"
-    )
+    same = f"{total.identical} of {total.prompts} texts identical"
     measured = f"{total.sums.acceptance_length:.2f} tokens per pass on {total.prompts} held-out prompts"
     return f"{run.out}: {measured}, {same} to plain decoding"
 

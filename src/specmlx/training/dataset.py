@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from specmlx.loading.hub import is_id
+
 HELD_OUT = 0.05
 _FORMS = "messages (a chat), prompt (and completion), or text"
 
@@ -62,18 +64,16 @@ class Row:
 
 def _parsed(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose tool calls' arguments, JSON text in OpenAI's form, are objects, as templates take them."""
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
+    if not isinstance(calls := message.get("tool_calls"), list):
         return message
-    return message | {"tool_calls": [_parsed_call(call) for call in calls]}
-
-
-def _parsed_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str) or not arguments:
-        return call
-    return call | {"function": function | {"arguments": json.loads(arguments)}}
+    found = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        if isinstance(arguments, str) and arguments:
+            call = call | {"function": function | {"arguments": json.loads(arguments)}}
+        found.append(call)
+    return message | {"tool_calls": found}
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -90,10 +90,9 @@ def read_rows(path: str | Path) -> list[Row]:
         try:
             row = replace(_row(json.loads(line)), where=f"{path}, line {number}")
             rows.setdefault(row.key, row)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: no JSON ({error.msg})") from None
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            what = f"no JSON ({error.msg})" if isinstance(error, json.JSONDecodeError) else error
+            raise ValueError(f"{path}, line {number}: {what}") from None
     return list(rows.values())
 
 
@@ -104,46 +103,32 @@ def _row(fields: Any) -> Row:
         raise ValueError(f"a {type(fields).__name__}, not an object with {_FORMS}")
     category = str(fields.get("category", ""))
     if "messages" in fields:
-        return Row(_asked(fields["messages"]), tools=_tools(fields.get("tools")), category=category)
-    if "prompt" in fields:
-        return Row(({"role": "user", "content": _text(fields, "prompt")},), category=category)
-    if "text" in fields:
-        return Row(text=_text(fields, "text"), category=category)
-    raise ValueError(f"has {', '.join(fields) or 'nothing'}: it needs {_FORMS}")
-
-
-def _asked(messages: Any) -> tuple[dict[str, Any], ...]:
-    """The turns up to the last one of the user's: the target gives its own answer."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise ValueError("messages must be a list of objects with a role and content")
-    turns = list(messages)
-    while turns and turns[-1]["role"] == "assistant":
-        turns.pop()
-    if not turns or not any(turn.get("content") for turn in turns):
-        raise ValueError("messages ask nothing: no turn before the assistant's")
-    return tuple(turns)
-
-
-def _tools(tools: Any) -> tuple[dict[str, Any], ...] | None:
-    if tools is None:
-        return None
-    if not isinstance(tools, list):
-        raise ValueError("tools must be a list")
-    return tuple(tools)
-
-
-def _text(fields: dict[str, Any], name: str) -> str:
+        turns, tools = fields["messages"], fields.get("tools")
+        if not isinstance(turns, list) or not all(isinstance(m, dict) and "role" in m for m in turns):
+            raise ValueError("messages must be a list of objects with a role and content")
+        # Up to the last turn of the user's: the target gives its own answer.
+        while turns and turns[-1]["role"] == "assistant":
+            turns = turns[:-1]
+        if not any(turn.get("content") for turn in turns):
+            raise ValueError("messages ask nothing: no turn before the assistant's")
+        if not isinstance(tools, (list, type(None))):
+            raise ValueError("tools must be a list")
+        return Row(tuple(turns), tools=None if tools is None else tuple(tools), category=category)
+    if not (name := "prompt" if "prompt" in fields else "text" if "text" in fields else None):
+        raise ValueError(f"has {', '.join(fields) or 'nothing'}: it needs {_FORMS}")
     text = fields[name]
     if not isinstance(text, str) or not text.strip():
         raise ValueError(f"{name} must be a text that is not empty")
-    return text
+    if name == "text":
+        return Row(text=text, category=category)
+    return Row(({"role": "user", "content": text},), category=category)
 
 
 def find_rows(data: str) -> list[Row]:
     """The rows of a file, or of the *.jsonl files of a Hub dataset. Raises ValueError where there are none."""
     if Path(data).exists():
         return read_rows(data)
-    if data.count("/") != 1 or data.startswith((".", "/", "~")):
+    if not is_id(data):
         raise ValueError(f"no such file: {data} (nor is it a Hub dataset like owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -152,8 +137,6 @@ def find_rows(data: str) -> list[Row]:
         folder = Path(snapshot_download(data, repo_type="dataset", allow_patterns=["*.jsonl"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ValueError(f"can't get the dataset {data}: {' '.join(str(error).split())[:200]}") from None
-    files = sorted(folder.rglob("*.jsonl"))
-    if not files:
+    if not (files := sorted(folder.rglob("*.jsonl"))):
         raise ValueError(f"the dataset {data} has no *.jsonl files: convert it to lines of JSON with {_FORMS}")
-    rows = {row.key: row for file in files for row in read_rows(file)}
-    return list(rows.values())
+    return list({row.key: row for file in files for row in read_rows(file)}.values())

@@ -62,7 +62,7 @@ def export(
     weights = {name: x.astype(mx.bfloat16) for name, x in weights.items()}
     # "pt": transformers refuses files that don't say so or "mlx".
     write_atomically(out / "model.safetensors", safetensors(weights, {"format": "pt"}))
-    write_atomically(out / "config.json", [(json.dumps(config, indent=2) + "\n").encode()])
+    write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _tables(target: Model | AnyLM) -> dict[str, mx.array]:

@@ -1,5 +1,6 @@
 """The training loop that targets and drafters share: clipped AdamW steps, a log in JSONL, checkpoints, resume."""
 
+import contextlib
 import json
 import math
 import time
@@ -45,10 +46,7 @@ def train(
     batch: Callable[[int], Batch],
     schedule: Schedule,
     directory: Path,
-    *,
-    betas: tuple[float, float] = (0.9, 0.97),
-    weight_decay: float = 0.05,
-    clip: float = 1.0,
+    optimizer: optim.Optimizer | None = None,
     accumulate: int = 1,
     checkpoint_every: int = 100,
     measure: Callable[[int], dict[str, float]] = lambda step: {},
@@ -56,88 +54,76 @@ def train(
     """Train `model` in place, from the checkpoint in `directory` where there is one, and yield a record every 10 steps.
 
     `loss(model, *batch(i))` gives the scalar to lower and figures to log; a step's loss, figures and gradient are the
-    means over the batches i = step × accumulate and so on. `measure(step)` adds figures to a record. A batch depends on
-    its number only, so an interrupted run goes on as an uninterrupted one would. Raises FloatingPointError at a loss or
-    gradient that is not finite: the checkpoint is the last good one.
+    means over the batches i = step × accumulate and so on. `optimizer`, by default AdamW with betas .9 and .97 and
+    weight decay .05, gets the schedule's rates. `measure(step)` adds figures to a record. A batch depends on its number
+    only, so an interrupted run goes on as an uninterrupted one would. Raises FloatingPointError at a loss or gradient
+    that is not finite: the checkpoint is the last good one.
     """
-    optimizer = optim.AdamW(schedule(0), betas=list(betas), weight_decay=weight_decay)
+    optimizer = optimizer or optim.AdamW(0.0, [0.9, 0.97], weight_decay=0.05)
     optimizer.init(model.trainable_parameters())
     checkpoint, log = directory / CHECKPOINT, directory / LOG
-    first = load_checkpoint(checkpoint, model, optimizer) if checkpoint.exists() else 0
+    first = _load_checkpoint(checkpoint, model, optimizer) if checkpoint.exists() else 0
     gradient = nn.value_and_grad(model, loss)
     directory.mkdir(parents=True, exist_ok=True)
     _cut_log(log, first)
     started, seen, saved = time.perf_counter(), 0, first
-    for step in range(first, schedule.steps):
-        optimizer.learning_rate = schedule(step)
+    for step in range(first + 1, schedule.steps + 1):
+        optimizer.learning_rate = schedule(step - 1)
         total = None
-        for part in range(accumulate):
-            arrays = batch(step * accumulate + part)
+        for i in range((step - 1) * accumulate, step * accumulate):
+            arrays = batch(i)
             found = gradient(model, *arrays)
             total = found if total is None else tree_map(mx.add, total, found)
             mx.eval(total)
             seen += arrays[0].size
         (value, figures), gradients = total if accumulate == 1 else tree_map(lambda x: x / accumulate, total)
-        gradients, norm = optim.clip_grad_norm(gradients, clip)
+        gradients, norm = optim.clip_grad_norm(gradients, 1.0)
         if not math.isfinite(value.item()) or not math.isfinite(norm.item()):
             kept = f"{checkpoint} has step {saved}" if saved else "no checkpoint was written yet"
-            raise FloatingPointError(f"loss {value.item()}, gradient norm {norm.item()} at step {step + 1}: {kept}")
+            raise FloatingPointError(f"loss {value.item()}, gradient norm {norm.item()} at step {step}: {kept}")
         optimizer.update(model, gradients)
         mx.eval(model.parameters(), optimizer.state)
-        last, record = step + 1 == schedule.steps, None
+        record = None
         # In the log before the checkpoint: records behind it are taken out by a run that goes on, and made again.
-        if (step + 1) % 10 == 0 or last:
+        if step % 10 == 0 or step == schedule.steps:
             record = {
-                "step": step + 1,
+                "step": step,
                 "loss": round(value.item(), 5),
                 "norm": round(norm.item(), 4),
                 **{name: round(x.item(), 5) for name, x in figures.items()},
                 "tokens_per_second": round(seen / (time.perf_counter() - started), 1),
-                **measure(step + 1),
+                **measure(step),
             }
             with log.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-        if (step + 1) % checkpoint_every == 0 or last:
-            save_checkpoint(checkpoint, step + 1, model, optimizer)
-            saved = step + 1
+        if step % checkpoint_every == 0 or step == schedule.steps:
+            state = {"model": model.trainable_parameters(), "optimizer": optimizer.state}
+            write_atomically(checkpoint, safetensors(dict(tree_flatten(state)), {"step": str(step)}))
+            saved = step
         if record is not None:
             yield record
 
 
-def save_checkpoint(path: Path, step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
-    """Write `path` (safetensors) so that a crash leaves the old file or the new one, never half of one."""
-    arrays = {f"model.{k}": v for k, v in tree_flatten(model.trainable_parameters())}
-    arrays |= {f"optimizer.{k}": v for k, v in tree_flatten(optimizer.state)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, safetensors(arrays, {"step": str(step)}))
-
-
-def load_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
+def _load_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer) -> int:
     """Restore model and optimizer in place and return the step. Raises ValueError where the file is another model's."""
     arrays, metadata = mx.load(str(path), return_metadata=True)
-    parameters = {k.removeprefix("model."): v for k, v in arrays.items() if k.startswith("model.")}
-    expected = dict(tree_flatten(model.trainable_parameters()))
-    if {k: v.shape for k, v in parameters.items()} != {k: v.shape for k, v in expected.items()}:
+    saved = tree_unflatten(list(arrays.items()))
+    trees = saved.get("model", {}), model.trainable_parameters()
+    found, own = ({name: x.shape for name, x in tree_flatten(tree)} for tree in trees)
+    if found != own:
         raise ValueError(f"{path} holds another model's parameters: remove it or train elsewhere")
-    model.update(tree_unflatten(list(parameters.items())))
-    state = [(k.removeprefix("optimizer."), v) for k, v in arrays.items() if k.startswith("optimizer.")]
-    optimizer.state = tree_unflatten(state)
+    model.update(saved["model"])
+    optimizer.state = saved["optimizer"]
     mx.eval(model.parameters(), optimizer.state)
     return int(metadata["step"])
 
 
 def _cut_log(log: Path, step: int) -> None:
     """Take out the records of steps behind the checkpoint, which are run again."""
-    if not log.exists():
-        return
-    lines = log.read_text().splitlines()
-    kept = [line for line in lines if _step(line) <= step]
+    lines, kept = log.read_text().splitlines() if log.exists() else [], []
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
     if len(kept) < len(lines):
-        write_atomically(log, ["".join(f"{line}\n" for line in kept).encode()])
-
-
-def _step(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return math.inf
+        write_atomically(log, "".join(f"{line}\n" for line in kept))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import mlx.core as mx
+import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
@@ -25,9 +26,9 @@ from specmlx.targets.hybrid import Model
 from specmlx.training.answers import Answers
 from specmlx.training.batches import Batches, arrays, batched
 from specmlx.training.dataset import Row
-from specmlx.training.drafter import DraftLoss, draft_loss
 from specmlx.training.export import check_export, export
 from specmlx.training.loop import CHECKPOINT, Batch, Schedule, train
+from specmlx.training.losses import DraftLoss, draft_loss
 from specmlx.training.settings import Settings
 
 FOLDER, SETTINGS = TRAINING.split("/")
@@ -71,7 +72,15 @@ class Run:
         self.kept = [row for row in rows if row.held_out] or [min(rows, key=lambda row: row.key)]
         apart = {row.key for row in self.kept}
         self.learned = [row for row in rows if row.key not in apart]
-        self._check_rows(() if resume else rows)
+        if not self.learned:
+            raise ValueError("there is one row, and it is held out: give more rows to learn from")
+        most, asked = model.config.max_position_embeddings, settings.max_length
+        if most is not None and most < asked:
+            raise ValueError(f"max_length is {asked}: the model has {most} positions")
+        # What the chat template refuses is reported before anything is written.
+        for row in () if resume else rows:
+            if row.text is None:
+                row.ids(tokenizer, settings.chat_template_config)
         self.drafter = self._drafter()
         self.exports = tuple(exports)
         for packaging in self.exports:
@@ -79,8 +88,8 @@ class Run:
         check_room(out, self.parameters)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder)
-        self._write(self.settings)
         s = self.settings
+        _write_json(self.folder / SETTINGS, asdict(s))
         if s.steps is None:
             # How long the steps of a calibration took that was cut short is not known: it begins again.
             for name in (CHECKPOINT, ANSWERS):
@@ -103,7 +112,7 @@ class Run:
             clock = time.perf_counter()
             yield from self._train(CALIBRATION, begin)
             self.settings = s = replace(s, steps=self._fitting(time.perf_counter() - clock))
-            self._write(s)
+            _write_json(self.folder / SETTINGS, asdict(s))
         yield from self._train(s.steps, begin)
 
     def held_out_tau(self, most: int = 32) -> float:
@@ -123,13 +132,13 @@ class Run:
         """
         weights = dict(tree_flatten(self.drafter.model.parameters()))
         write_atomically(self.out / "model.safetensors", safetensors(weights, {"format": "mlx"}))
-        for name, text in {"config.json": json.dumps(self.settings.config, indent=2) + "\n", **files}.items():
-            _replace(self.out / name, text)
-        for packaging in self.exports:
-            folder = self.out / f"export-{packaging}"
+        _write_json(self.out / "config.json", self.settings.config)
+        folders = [self.out / f"export-{packaging}" for packaging in self.exports]
+        for packaging, folder in zip(self.exports, folders, strict=True):
             export(self.drafter, self.model, packaging, folder, anchors=self.settings.anchors, verifier=verifier)
+        for folder in (self.out, *folders):
             for name, text in files.items():
-                _replace(folder / name, text)
+                write_atomically(folder / name, text)
 
     def _train(self, steps: int, begin: Callable[[int], None]) -> Iterator[dict]:
         s = self.settings
@@ -139,26 +148,15 @@ class Run:
                 begin(i // s.accumulate + 1)
             return self.batches(i)
 
-        schedule = Schedule(s.learning_rate, steps, warmup=s.warmup, constant=0.5)
-        records = train(
-            self.drafter.model,
-            self.loss,
-            batch,
-            schedule,
-            self.folder,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-            accumulate=s.accumulate,
-            checkpoint_every=s.checkpoint_every,
-            measure=self._measure,
-        )
-        for record in records:
-            yield record | {"of": s.steps or steps, "peak_memory": round(mx.get_peak_memory() / 1e9, 3)}
+        def measure(step: int) -> dict[str, float]:
+            due = s.steps is not None and (step % MEASURE_EVERY == 0 or step == s.steps)
+            return {"held_out_tau": round(self.held_out_tau(), 5)} if due else {}
 
-    def _measure(self, step: int) -> dict[str, float]:
-        s = self.settings
-        due = s.steps is not None and (step % MEASURE_EVERY == 0 or step == s.steps)
-        return {"held_out_tau": round(self.held_out_tau(), 5)} if due else {}
+        optimizer = optim.AdamW(0.0, [0.9, 0.95], weight_decay=0.0)
+        schedule = Schedule(s.learning_rate, steps, s.warmup)
+        model, accumulate, every = self.drafter.model, s.accumulate, s.checkpoint_every
+        for record in train(model, self.loss, batch, schedule, self.folder, optimizer, accumulate, every, measure):
+            yield record | {"of": s.steps or steps, "peak_memory": round(mx.get_peak_memory() / 1e9, 3)}
 
     def _fitting(self, seconds: float) -> int:
         """How many steps fit into the minutes, when the first `CALIBRATION` took so many seconds, answers included."""
@@ -172,23 +170,14 @@ class Run:
             steps = (s.minutes * 60 - len(self.learned) * row) / step
         return max(CALIBRATION, round(steps))
 
-    def _check_rows(self, new: Sequence[Row]) -> None:
-        if not self.learned:
-            raise ValueError("there is one row, and it is held out: give more rows to learn from")
-        most, asked = self.model.config.max_position_embeddings, self.settings.max_length
-        if most is not None and most < asked:
-            raise ValueError(f"max_length is {asked}: the model has {most} positions")
-        # What the chat template refuses is told before anything is written.
-        for row in new:
-            if row.text is None:
-                row.ids(self.tokenizer, self.settings.chat_template_config)
-
     def _opened(self, settings: Settings, resume: bool) -> Settings:
         path = self.folder / SETTINGS
         if not path.exists():
             if resume:
                 raise ValueError(f"{self.out} holds no training to go on with: leave --resume out")
-            if self.out.exists() and any(path.is_file() and _counts(path) for path in self.out.rglob("*")):
+            # What a file manager leaves, and a writer that was killed, does not count.
+            left = (path for path in self.out.rglob("*") if path.is_file() and path.suffix != ".partial")
+            if any(path.name not in (".DS_Store", LOCK) for path in left):
                 raise ValueError(f"{self.out} exists and is not empty: choose another --out")
             return settings
         if not resume:
@@ -216,8 +205,8 @@ class Run:
         if reasons := check_pair(self.model.config, s.config):
             raise ValueError(f"such a drafter can't serve this target: {'; '.join(map(str, reasons))}")
         # An mlx-lm model whose layers return something else than rows is told now.
-        self.model.scored(mx.zeros((1, 2), dtype=mx.int32), DrafterConfig.from_dict(s.config).target_layer_ids)
         config = DrafterConfig.from_dict(s.config)
+        self.model.scored(mx.zeros((1, 2), dtype=mx.int32), config.target_layer_ids)
         begun = _begun_with(s.init, self.model) if s.init else None
         if begun and begun.config.kind == config.kind:
             return begun
@@ -229,13 +218,10 @@ class Run:
         mx.eval(drafter.model.parameters())
         return drafter
 
-    def _write(self, settings: Settings) -> None:
-        _replace(self.folder / SETTINGS, json.dumps(asdict(settings), indent=2) + "\n")
-
 
 def check_room(out: Path, parameters: int, usage: Callable[[Path], Any] = shutil.disk_usage) -> None:
     """Raise ValueError where the disk of a folder has no room for the files of so many parameters."""
-    # Weights, two moments, twice while the old file is still there; and the drafter itself.
+    # Weights and two moments, twice while the old file is still there; and the drafter itself.
     need = parameters * 4 * 7
     place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if (free := usage(place).free) < need:
@@ -267,11 +253,6 @@ def _locked(folder: Path) -> IO:
     return file
 
 
-def _counts(path: Path) -> bool:
-    """Whether a file is more than what a writer left that was killed, or a file manager."""
-    return not path.name.endswith(".partial") and path.name not in (".DS_Store", LOCK)
-
-
-def _replace(path: Path, text: str) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, [text.encode()])
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
