@@ -15,8 +15,7 @@ from publishers import as_published, modelopt, write_safetensors
 from rig import EXPERTS, TINY, mlx_lm_twin, tiny
 
 from specmlx.cli import main
-from specmlx.formats.remote import remote_header
-from specmlx.loading.hub import remote_repo
+from specmlx.loading.hub import remote_header, remote_repo
 from specmlx.loading.inspect import inspect_path
 from specmlx.loading.load import resolve
 
@@ -145,14 +144,14 @@ def test_a_remote_file_is_inspected_without_its_weights(server):
     # A file that the index doesn't name.
     mx.save_safetensors(str(folder / "model-left-over.safetensors"), {"language_model.model.norm.weight": mx.zeros(2)})
     with httpx2.Client() as client:
-        repo = remote_repo("owner/name", client=client, endpoint=endpoint)
+        config, tensors, files = remote_repo("owner/name", client=client, endpoint=endpoint)
     size = (folder / "model.safetensors").stat().st_size
     assert size > 9_000_000
     # A server that sends whole files may have filled the sockets' buffers before it learns of the hang-up.
     assert handler.sent < (100_000 if handler.ranges else size)
     local = inspect_path(folder)
-    assert sum(entry.nbytes for entry in repo.tensors.values()) == local.bytes and repo.files == local.files == 1
-    assert repo.config["hidden_size"] == 64
+    assert sum(entry.nbytes for entry in tensors.values()) == local.bytes and files == local.files == 1
+    assert config["hidden_size"] == 64
 
 
 @pytest.mark.parametrize("body", [b"", b"short", b"\x00" * 64, (20).to_bytes(8, "little") + b"{" * 20, b"\xff" * 99])

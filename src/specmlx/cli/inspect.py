@@ -29,8 +29,7 @@ class Inspect:
             try:
                 found = inspect_path(download(self.path, self.revision, local_only=True))
             except ValueError:
-                repo = remote_repo(self.path, self.revision)
-                found = inspect_tensors(self.path, repo.config, repo.tensors, repo.files)
+                found = inspect_tensors(self.path, *remote_repo(self.path, self.revision))
         report(found.as_dict(), _lines(found, self.path if is_id(self.path) else found.path))
 
 

@@ -27,15 +27,16 @@ class ScaledLinear(nn.Module):
         self.mode = mode
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = mx.quantized_matmul(_wide(x), self.weight, self.scales, **_packing(self))
-        return _biased(self, (y * self.output_scale).astype(x.dtype))
+        y = mx.quantized_matmul(_wide(x), self.weight, self.scales, **packing(self))
+        y = (y * self.output_scale).astype(x.dtype)
+        return y + self.bias if "bias" in self else y
 
 
 class ScaledSwitchLinear(ScaledLinear):
     """The same for experts: W `[E, N, K]`, `output_scale` `[E, 1]` or `[E, N]`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        options = {"rhs_indices": indices, "sorted_indices": sorted_indices} | _packing(self)
+        options = {"rhs_indices": indices, "sorted_indices": sorted_indices} | packing(self)
         y = mx.gather_qmm(_wide(x), self.weight, self.scales, **options)
         return (y * self.output_scale[indices][..., None, :]).astype(x.dtype)
 
@@ -61,10 +62,10 @@ class BlockScaledLinear(nn.Module):
         at_once = max(1, self.most // (self.weight.shape[0] * x.shape[-1]))
         parts = [self._rows(flat[i : i + at_once]) for i in range(0, flat.shape[0], at_once)]
         y = (parts[0] if len(parts) == 1 else mx.concatenate(parts)).reshape(*x.shape[:-1], -1)
-        return _biased(self, y)
+        return y + self.bias if "bias" in self else y
 
     def _rows(self, x: mx.array) -> mx.array:
-        y = mx.quantized_matmul(_blocks_scaled(x, self.block_scales), self.weight, self.scales, **_packing(self))
+        y = mx.quantized_matmul(_blocks_scaled(x, self.block_scales), self.weight, self.scales, **packing(self))
         return y.transpose(1, 0, 2).flatten(1)[:, : self.rows].astype(x.dtype)
 
 
@@ -74,14 +75,15 @@ class BlockScaledSwitchLinear(BlockScaledLinear):
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         blocks = self.weight.shape[1]
         flat = indices[..., None] * blocks + mx.arange(blocks, dtype=indices.dtype)
-        options = {"rhs_indices": flat, "sorted_indices": sorted_indices} | _packing(self)
+        options = {"rhs_indices": flat, "sorted_indices": sorted_indices} | packing(self)
         x_blocks = _blocks_scaled(x, self.block_scales[indices])
         y = mx.gather_qmm(x_blocks, self.weight.flatten(0, 1), self.scales.flatten(0, 1), **options)
         return y.swapaxes(-2, -3).flatten(-2)[..., : self.rows].astype(x.dtype)
 
 
-def _packing(layer: nn.Module) -> dict[str, Any]:
-    return {"transpose": True, "group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+def packing(layer: nn.Module) -> dict[str, Any]:
+    """How a layer's matrix is packed, as mlx's functions name it."""
+    return {"mode": layer.mode, "bits": layer.bits, "group_size": layer.group_size}
 
 
 def _wide(x: mx.array) -> mx.array:
@@ -94,10 +96,6 @@ def _blocks_scaled(x: mx.array, scales: mx.array) -> mx.array:
     size = x.shape[-1] // scales.shape[-1]
     scaled = mx.unflatten(x[..., None, :, :].astype(mx.float32), -1, (-1, size)) * scales[..., None, :, None]
     return scaled.flatten(-2)
-
-
-def _biased(layer: nn.Module, y: mx.array) -> mx.array:
-    return y + layer.bias if "bias" in layer else y
 
 
 def place(model: nn.Module, weights: dict[str, mx.array]) -> None:

@@ -12,6 +12,7 @@ from specmlx.formats.scaled_linear import (
     BlockScaledSwitchLinear,
     ScaledLinear,
     ScaledSwitchLinear,
+    packing,
 )
 from specmlx.kernels.choice.operator import FIXED, STOCK
 from specmlx.kernels.dispatch import Choice
@@ -130,11 +131,6 @@ def as_stock(layer: Chosen) -> nn.Module:
     stock = _same(layer, STOCK_CLASSES[type(layer)])
     del stock._choice, stock._factory
     return stock
-
-
-def packing(layer: nn.Module) -> dict:
-    """How a layer's matrix is packed, as mlx's functions name it."""
-    return {"mode": layer.mode, "bits": layer.bits, "group_size": layer.group_size}
 
 
 def in_blocks(layer: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:

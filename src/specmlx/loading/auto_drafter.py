@@ -1,13 +1,12 @@
 """Which drafter `draft_model="auto"` takes where the target names none: of those on this machine."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from specmlx.drafters.config import is_language_model
 from specmlx.drafters.pairing import TargetSizes, check_pair
 from specmlx.formats.checkpoint import tensors_of
-from specmlx.loading.catalog import MTP, KnownTarget, known_target
+from specmlx.loading.catalog import MTP, known_target
 from specmlx.loading.hub import DEMO, CachedRepo, base_models, cached_id, cached_repos, is_id
 from specmlx.loading.resolve import resolve
 from specmlx.targets.any_lm import LMConfig
@@ -39,15 +38,25 @@ def choose_drafter(name: str, path: Path, target: HybridConfig | LMConfig, cache
         return Choice(_named(folder, named), reason, named=True)
     if (folder / "draft").is_dir():
         return Choice(folder / "draft", "in its folder draft/", named=True)
-    here = [repo for repo in cached_repos(cache) if _fits(repo, target)]
-    ids = [found for found in (cached_id(folder), name if is_id(name) else None) if found]
-    bases = base_models(folder)
-    known = known_target([*ids, *bases])
-    for repo, why in _fitting(here, ids, bases, known):
+    ids = [found for found in (cached_id(folder), name if is_id(name) else None) if found] + base_models(folder)
+    known = known_target(ids)
+    published = [drafter.id for drafter in known.drafters if drafter.kind != MTP] if known else []
+    order = [name.lower() for name in published]
+    family = {name.lower() for name in [*ids, *(known.ids if known else ())]}
+
+    def ranked(repo: CachedRepo) -> tuple[int, str]:
+        if repo.id.lower() in order:
+            return order.index(repo.id.lower()), f"published for {known.ids[0]}"
+        if shared := [base for base in base_models(repo.path) if base.lower() in family]:
+            return len(published), f"made for {shared[0]}"
+        return len(published) + 1, "same sizes; made for another model, so it may guess less well"
+
+    if here := [(*ranked(repo), repo) for repo in cached_repos(cache) if _fits(repo, target)]:
+        _, why, repo = min(here, key=lambda found: found[0])
         return Choice(str(repo.path), f"{repo.id} ({why})")
     if has_mtp(path):
         return Choice("mtp", "the MTP head in the target's files")
-    if known and (published := [drafter.id for drafter in known.drafters if drafter.kind != MTP]):
+    if published:
         return Choice(None, f"no drafter for {known.ids[0]} on this machine; to fetch one: hf download {published[0]}")
     why = f"{path} names none and has no folder draft/, and none in the local Hub cache fits"
     return Choice(None, f"no drafter: {why}")
@@ -81,18 +90,3 @@ def _fits(repo: CachedRepo, target: TargetSizes) -> bool:
     # Values of a stranger's config may be of any type.
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         return False
-
-
-def _fitting(
-    here: list[CachedRepo], ids: list[str], bases: list[str], known: KnownTarget | None
-) -> Iterator[tuple[CachedRepo, str]]:
-    by_id = {repo.id.lower(): repo for repo in here}
-    for drafter in known.drafters if known else ():
-        if repo := by_id.get(drafter.id.lower()):
-            yield repo, f"published for {known.ids[0]}"
-    family = {name.lower() for name in [*ids, *bases, *(known.ids if known else ())]}
-    for repo in here:
-        if shared := [base for base in base_models(repo.path) if base.lower() in family]:
-            yield repo, f"made for {shared[0]}"
-    for repo in here:
-        yield repo, "same sizes; made for another model, so it may guess less well"

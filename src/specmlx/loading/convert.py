@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten, tree_map
 from specmlx.drafters.checkpoint import load_drafter
 from specmlx.drafters.config import DrafterConfig, is_language_model
 from specmlx.drafters.mtp_checkpoint import load_mtp
-from specmlx.drafters.pairing import check_pair, is_split_mtp
+from specmlx.drafters.pairing import is_split_mtp
 from specmlx.drafters.written import plain_config
 from specmlx.formats.atomic import whole_directory
 from specmlx.formats.checkpoint import INDEX, read_config, safetensors, shards_of
@@ -96,13 +96,8 @@ def _drafter(
     config = read_config(path)
     if is_language_model(config):
         raise ValueError(f"{path} is a language model: it needs no conversion, name it as draft_model")
-    if reasons := check_pair(target.config, config):
-        raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
-    if is_split_mtp(config):
-        return path, config
-    plain = plain_config(DrafterConfig.from_dict(config), config)
     load_drafter(path, target)
-    return path, plain
+    return path, config if is_split_mtp(config) else plain_config(DrafterConfig.from_dict(config), config)
 
 
 def _config(target: Model | AnyLM, config: dict[str, Any]) -> dict[str, Any]:

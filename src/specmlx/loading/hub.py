@@ -1,12 +1,12 @@
 """The Hugging Face Hub: what is in the local cache, what is on the server, and how it gets here."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specmlx.formats.checkpoint import INDEX, chosen_shards, read_config
-from specmlx.formats.header import MOST, Entry
-from specmlx.formats.remote import remote_header, remote_json
+from specmlx.formats.header import MOST, Entry, entries, header_length
 
 # No code: nothing of a repository is ever run. README.md says what a model was made from.
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken", "README.md")
@@ -20,15 +20,6 @@ class CachedRepo(NamedTuple):
     id: str
     path: Path
     config: dict[str, Any]
-
-
-class RemoteRepo(NamedTuple):
-    """What the Hub says of a repository without its weights: config.json, and the tensors by the files' headers."""
-
-    id: str
-    config: dict[str, Any]
-    tensors: dict[str, Entry]
-    files: int
 
 
 # Seconds for the Hub to answer at all: huggingface_hub would ask again for half a minute.
@@ -138,8 +129,13 @@ def base_models(path: Path) -> list[str]:
     return [name for name in names if isinstance(name, str) and is_id(name)]
 
 
-def remote_repo(name: str, revision: str | None = None, client: Any = None, endpoint: str | None = None) -> RemoteRepo:
-    """A repository's config.json and its tensors, without downloading a weight. Raises ValueError in one line."""
+def remote_repo(
+    name: str, revision: str | None = None, client: Any = None, endpoint: str | None = None
+) -> tuple[dict[str, Any], dict[str, Entry], int]:
+    """A repository's config.json, its tensors by the files' headers, and how many files they are in; no weight is read.
+
+    Raises ValueError in one line.
+    """
     from huggingface_hub import constants, get_session, hf_hub_url
     from huggingface_hub.utils import build_hf_headers
 
@@ -157,5 +153,55 @@ def remote_repo(name: str, revision: str | None = None, client: Any = None, endp
     if not files:
         raise ValueError(f"{name} has no *.safetensors")
     shards = chosen_shards(files, index, lambda file: remote_header(client, url(file), headers), name)
-    tensors = {tensor: entry for entries in shards.values() for tensor, entry in entries.items()}
-    return RemoteRepo(name, remote_json(client, url("config.json"), headers), tensors, len(shards))
+    tensors = {tensor: entry for found in shards.values() for tensor, entry in found.items()}
+    return remote_json(client, url("config.json"), headers), tensors, len(shards)
+
+
+def remote_header(client: Any, url: str, headers: dict[str, str] | None = None) -> dict[str, Entry]:
+    """The tensors of a file at a URL, of which only the header is transferred; `client` is an httpx client.
+
+    A server that answers a range with the whole file is read up to the end of the header and then hung up on. Raises
+    ValueError, one line with the URL, for an answer that is no such file, and for what the network does.
+    """
+    try:
+        first, size = _first_bytes(client, url, headers, 8, ranged=True)
+        length = header_length(first, size)
+        text, _ = _first_bytes(client, url, headers, 8 + length, ranged=True)
+        return entries(text[8:], size - 8 - length)
+    except ValueError as error:
+        raise ValueError(f"{url}: {error}") from None
+
+
+def remote_json(client: Any, url: str, headers: dict[str, str] | None = None, most: int = 1 << 24) -> dict[str, Any]:
+    """A JSON object at a URL. Raises ValueError, one line with the URL, for anything else or more than `most` bytes."""
+    try:
+        found = json.loads(_first_bytes(client, url, headers, most, ranged=False)[0])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{url}: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{url} holds a {type(found).__name__}, not an object")
+    return found
+
+
+def _first_bytes(client: Any, url: str, headers: dict[str, str] | None, count: int, ranged: bool) -> tuple[bytes, int]:
+    """The first `count` bytes of a URL, and the size of the whole; all bytes where there are fewer and not `ranged`."""
+    asked = {**(headers or {}), **({"Range": f"bytes=0-{count - 1}"} if ranged else {})}
+    try:
+        with client.stream("GET", url, headers=asked, follow_redirects=True) as answer:
+            if answer.status_code not in (200, 206):
+                raise ValueError(f"the server answers {answer.status_code}")
+            part = answer.status_code == 206
+            size = int(answer.headers["content-range"].rpartition("/")[2] if part else answer.headers["content-length"])
+            data = b""
+            for chunk in answer.iter_bytes():
+                data += chunk
+                if len(data) >= count:
+                    break
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"no answer that can be read ({error})") from None
+    # Whatever a network may do: httpx's errors are no OSErrors.
+    except Exception as error:
+        raise ValueError(f"can't be reached ({' '.join(str(error).split())[:160]})") from None
+    if ranged and len(data) < count:
+        raise ValueError(f"the answer ends after {len(data)} bytes of {count}")
+    return data[:count], size

@@ -93,13 +93,9 @@ def load(
             raise ValueError(
                 f"{name} has no config.json: of GGUF files, fetch one (hf download {name} FILE.gguf) and name its path"
             )
+        own = mx.float32 if dtype is None and path_or_hf_repo == DEMO else dtype
         model, config = load_target(
-            path,
-            dtype=mx.float32 if dtype is None and path_or_hf_repo == DEMO else dtype,
-            lazy=lazy,
-            model_config=model_config,
-            adapter_path=adapter_path,
-            group=group,
+            path, dtype=own, lazy=lazy, model_config=model_config, adapter_path=adapter_path, group=group
         )
         here["model"] = json.dumps(config, sort_keys=True, default=str)
         tokenizer_config = {"trust_remote_code": trust_remote_code, **(tokenizer_config or {})}
@@ -178,21 +174,17 @@ def _load_drafter(
             raise ValueError(f"the drafter {name} can't serve this target: {'; '.join(reasons)}")
         path = resolve(path_or_hf_repo)
         directories.insert(0, path)
-        drafter = _load_files(path, model, dtype)
+        config = read_config(path)
+        small = is_language_model(config) and not is_split_mtp(config)
+        try:
+            drafter = (load_small_lm if small else drafter_checkpoint.load_drafter)(path, model, dtype)
+        # Values of a config may be of any type.
+        except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
+            what = " ".join(str(error).split())[:300]
+            raise ValueError(f"{path}/config.json is no drafter's: {type(error).__name__}: {what}") from None
     settings.apply(drafter, directories)
     _choose_drafter_kernels(drafter, dtype)
     return drafter
-
-
-def _load_files(path: Path, model: Model | AnyLM, dtype: mx.Dtype) -> Drafter:
-    if is_language_model(config := read_config(path)) and not is_split_mtp(config):
-        return load_small_lm(path, model, dtype)
-    try:
-        return drafter_checkpoint.load_drafter(path, model, dtype)
-    # Values of a config may be of any type.
-    except (AttributeError, IndexError, KeyError, OverflowError, TypeError) as error:
-        what = " ".join(str(error).split())[:300]
-        raise ValueError(f"{path}/config.json is no drafter's: {type(error).__name__}: {what}") from None
 
 
 def choose_kernels(model: Model | AnyLM, consistent: bool = False) -> None:

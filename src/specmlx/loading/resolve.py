@@ -29,7 +29,7 @@ def resolve(path_or_hf_repo: str | Path, revision: str | None = None, local_only
         return path
     if name in DEMO_DRAFTERS:
         raise ValueError(f"no such directory: {name}; the demo's drafter is {DEMO}/{name}")
-    if name.startswith((".", "/", "~")) or name.partition("@")[0].count("/") != 1:
+    if not is_id(name):
         raise ValueError(f"no such directory: {name} (nor is it a Hub id like owner/name)")
     return download(name, revision, local_only)
 

@@ -15,6 +15,7 @@ from specmlx.decoding.sampling import make_sampler
 from specmlx.generation.request import Request
 from specmlx.generation.scheduler import Scheduler
 from specmlx.training.dataset import Row
+from specmlx.training.loop import whole_lines
 from specmlx.training.settings import Settings
 
 # An answer of this many tokens or more that repeats itself teaches a drafter nothing but loops.
@@ -48,7 +49,10 @@ class Answers:
         self.path, self.settings = path, settings
         self.sampler = make_sampler(settings.temp) if settings.temp else None
         self.seconds, self.made = 0.0, 0
-        self._known: dict[str, Dialogue | str] = dict(_read(path))
+        self._known: dict[str, Dialogue | str] = {}
+        for kept in whole_lines(path):
+            known = kept["left_out"] if "left_out" in kept else Dialogue(kept["ids"], kept["start"])
+            self._known[kept["key"]] = known
 
     @property
     def left_out(self) -> Counter[str]:
@@ -98,21 +102,3 @@ class Answers:
             return LONG
         looping = len(answer) >= LOOP_LENGTH and distinct_3grams(answer) < DISTINCT
         return LOOPS if looping else Dialogue(prompt + answer, len(prompt))
-
-
-def _read(path: Path):
-    """(key, sequence) of every whole line; a line that a crash cut short is dropped from the file."""
-    if not path.exists():
-        return
-    whole = 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                fields = json.loads(line)
-            except ValueError:
-                break
-            if not line.endswith(b"\n"):
-                break
-            whole += len(line)
-            yield fields["key"], Dialogue(fields["ids"], fields["start"]) if "ids" in fields else fields["left_out"]
-    os.truncate(path, whole)

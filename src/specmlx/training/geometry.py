@@ -31,23 +31,33 @@ def drafter_config(
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
-    depth = target.num_hidden_layers
+    depth, hidden = target.num_hidden_layers, target.hidden_size
     block_size = 8 if block_size is None else block_size
     layers = (5 if depth >= 24 else 2) if layers is None else layers
-    taps = _taps(depth, max(layers, 3)) if taps is None else taps
+    if taps is None:
+        n = max(layers, 3)
+        spread = default_taps(depth, n) if depth >= 24 else [1 + i * (depth - 3) // (n - 1) for i in range(n)]
+        taps = tuple(dict.fromkeys(spread))
     for name, value, least in (("block_size", block_size, 2), ("layers", layers, 1), ("window", window, 2)):
         if value is not None and value < least:
             raise ValueError(f"{name} is {value}: it must be at least {least}")
     if bad := [tap for tap in taps if not 0 <= tap < depth - 1]:
         raise ValueError(f"tap {bad[0]} can't be used: the target's layers are 0 to {depth - 1}, the last is no tap")
-    hidden = target.hidden_size
+    # The target's heads and rope as far as its config has them.
+    heads = target.num_attention_heads or max(1, hidden // 64)
+    hybrid = isinstance(target, HybridConfig)
+    theta = target.rope_parameters.get("rope_theta") if hybrid else target.rope_theta
     config: dict[str, Any] = {
         "architectures": ["Qwen3DSparkModel" if kind == DSPARK else ARCHITECTURES[kind]],
         "model_type": "qwen3",
         "hidden_size": hidden,
         "intermediate_size": target.intermediate_size or 3 * hidden,
         "num_hidden_layers": layers,
-        **_attention(target),
+        "num_attention_heads": heads,
+        "num_key_value_heads": target.num_key_value_heads or heads,
+        "head_dim": target.head_dim or hidden // heads,
+        "rms_norm_eps": target.rms_norm_eps if hybrid else 1e-6,
+        "rope_theta": theta or 10000.0,
         "vocab_size": target.vocab_size,
         "max_position_embeddings": target.max_position_embeddings,
         "num_target_layers": depth,
@@ -59,37 +69,16 @@ def drafter_config(
     }
     named = {"target_layer_ids": list(taps), "mask_token_id": mask_token_id}
     if kind == DSPARK:
-        heads = zip(HEADS, (min(256, max(16, hidden // 4)), "vanilla", True, True), strict=True)
-        return config | named | dict(heads)
-    if kind == DFLASH2:
-        named |= _selector(hidden)
-    return config | {"dflash_config": named}
+        return config | named | dict(zip(HEADS, (_rank(hidden), "vanilla", True, True), strict=True))
+    return config | {"dflash_config": named | (_selector(hidden) if kind == DFLASH2 else {})}
 
 
-def _taps(depth: int, count: int) -> tuple[int, ...]:
-    spread = default_taps(depth, count) if depth >= 24 else [1 + i * (depth - 3) // (count - 1) for i in range(count)]
-    return tuple(dict.fromkeys(spread))
-
-
-def _attention(target: HybridConfig | LMConfig) -> dict[str, Any]:
-    """The target's heads and rope as far as its config has them."""
-    if isinstance(target, HybridConfig):
-        eps, theta = target.rms_norm_eps, target.rope_parameters.get("rope_theta")
-    else:
-        eps, theta = 1e-6, target.rope_theta
-    heads = target.num_attention_heads or max(1, target.hidden_size // 64)
-    return {
-        "num_attention_heads": heads,
-        "num_key_value_heads": target.num_key_value_heads or heads,
-        "head_dim": target.head_dim or target.hidden_size // heads,
-        "rms_norm_eps": eps,
-        "rope_theta": theta or 10000.0,
-    }
+def _rank(hidden: int) -> int:
+    return min(256, max(16, hidden // 4))
 
 
 def _selector(hidden: int) -> dict[str, int]:
-    sizes = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16}
-    return sizes | {"selector_rank": min(256, max(16, hidden // 4))}
+    return {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16, "selector_rank": _rank(hidden)}
 
 
 def grown(config: DrafterConfig) -> dict[str, Any]:
@@ -101,7 +90,8 @@ def grown(config: DrafterConfig) -> dict[str, Any]:
         raise ValueError("some of its layers are causal, others not: it can't become a dflash2 drafter")
     found = zlab_config(replace(config, kind=DFLASH2, is_causal=causal.pop(), **_selector(config.hidden_size)))
     # Trained in float32.
-    return {name: value for name, value in found.items() if name != "dtype"}
+    del found["dtype"]
+    return found
 
 
 def default_rate(hidden_size: int) -> float:
@@ -111,13 +101,11 @@ def default_rate(hidden_size: int) -> float:
 
 def mask_token(tokenizer: Any, vocab_size: int) -> int:
     """An ordinary row of the embedding that no text uses: one behind the tokenizer's own, else a special token's."""
-    own = len(tokenizer)
-    if own < vocab_size:
-        return own
-    special = sorted(set(tokenizer.all_special_ids))
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer)
     for name in ("<|mask|>", "[MASK]", "<mask>"):
         if (found := tokenizer.get_vocab().get(name)) is not None:
             return found
-    if special:
-        return special[-1]
+    if special := tokenizer.all_special_ids:
+        return max(special)
     raise ValueError("the tokenizer has no token for the mask: give --mask-token-id an id that no text uses")

@@ -1,8 +1,8 @@
 """The training loop that targets and drafters share: clipped AdamW steps, a log in JSONL, checkpoints, resume."""
 
-import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,7 +65,8 @@ def train(
     first = _load_checkpoint(checkpoint, model, optimizer) if checkpoint.exists() else 0
     gradient = nn.value_and_grad(model, loss)
     directory.mkdir(parents=True, exist_ok=True)
-    _cut_log(log, first)
+    # Records of steps behind the checkpoint are made again.
+    write_atomically(log, "".join(json.dumps(record) + "\n" for record in whole_lines(log) if record["step"] <= first))
     started, seen, saved = time.perf_counter(), 0, first
     for step in range(first + 1, schedule.steps + 1):
         optimizer.learning_rate = schedule(step - 1)
@@ -118,12 +119,18 @@ def _load_checkpoint(path: Path, model: nn.Module, optimizer: optim.Optimizer) -
     return int(metadata["step"])
 
 
-def _cut_log(log: Path, step: int) -> None:
-    """Take out the records of steps behind the checkpoint, which are run again."""
-    lines, kept = log.read_text().splitlines() if log.exists() else [], []
-    for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-    if len(kept) < len(lines):
-        write_atomically(log, "".join(f"{line}\n" for line in kept))
+def whole_lines(path: Path) -> list[dict]:
+    """The objects of a JSONL file, if there is one; a line that a crash cut short is dropped from the file."""
+    found, whole = [], 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            fields = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n"):
+            break
+        found.append(fields)
+        whole += len(line)
+    if path.exists():
+        os.truncate(path, whole)
+    return found

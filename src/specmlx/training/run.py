@@ -186,18 +186,17 @@ class Run:
             before = Settings(**json.loads(path.read_text()))
         except (TypeError, ValueError):
             raise ValueError(f"{path} is no training of this version of specmlx: choose another --out") from None
-        now, was = json.loads(json.dumps(asdict(settings))), asdict(before)
+        new, old = json.loads(json.dumps(asdict(settings))), asdict(before)
+        new, old = new | new.pop("config"), old | old.pop("config")
         if settings.minutes == before.minutes is not None:
-            now["steps"] = was["steps"]
-        if now["data"] != was["data"]:
+            new["steps"] = old["steps"]
+        if new["data"] != old["data"]:
             raise ValueError(f"the rows of --data are not those that the training in {self.out} learns")
-        if now["target"] != was["target"]:
+        if new["target"] != old["target"]:
             raise ValueError(f"the model is not the one that the training in {self.out} began with")
-        for new, old in ((now["config"], was["config"]), (now, was)):
-            for name in sorted(new.keys() | old.keys()):
-                if (value := new.get(name)) != (other := old.get(name)):
-                    what = f"{name} is {value!r}, but the training in {self.out} has {other!r}"
-                    raise ValueError(f"{what}: it can't change")
+        for name in sorted(new.keys() | old.keys()):
+            if (value := new.get(name)) != (other := old.get(name)):
+                raise ValueError(f"{name} is {value!r}, but the training in {self.out} has {other!r}: it can't change")
         return before
 
     def _drafter(self) -> BlockDrafter:
