@@ -20,7 +20,8 @@ import numpy as np
 
 # Bits of the packed layout; dense types have none.
 BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}
-DENSE = ("F32", "F16", "BF16", "Q6_K")
+_FLOATS = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+DENSE = (*_FLOATS, "Q6_K")
 GROUP = 32
 # Blocks that are unpacked at a time: bounds the memory beside the result.
 _AT_ONCE = 1 << 16
@@ -31,25 +32,21 @@ def to_mlx(kind: str, blocks: np.ndarray, shape: tuple[int, ...]) -> dict[str, m
 
     Raises ValueError for a type that no layout of mlx's holds, and for scales that are not finite.
     """
-    if kind in DENSE:
-        return {"weight": _dense(kind, blocks).reshape(shape)}
+    if kind in _FLOATS:
+        x = mx.array(blocks.view(_FLOATS[kind]))
+        return {"weight": (x.view(mx.bfloat16) if kind == "BF16" else x).reshape(shape)}
+    groups = [blocks[i : i + _AT_ONCE] for i in range(0, len(blocks), _AT_ONCE)]
+    if kind == "Q6_K":
+        return {"weight": mx.concatenate([mx.array(_q6_k(group)) for group in groups]).reshape(shape)}
     if kind not in BITS:
         raise ValueError(f"{kind} has no exact layout in mlx: use a file of {', '.join(BITS)}, Q6_K or floats")
     unpacked = _k_quant if kind.endswith("_K") else _simple
     parts = []
-    for i in range(0, len(blocks), _AT_ONCE):
-        q, scales, biases = unpacked(kind, blocks[i : i + _AT_ONCE])
+    for group in groups:
+        q, scales, biases = unpacked(kind, group)
         parts.append([mx.array(x) for x in (_packed(q, BITS[kind]), scales, biases)])
     arrays = [mx.concatenate(part).reshape(*shape[:-1], -1) for part in zip(*parts, strict=True)]
     return dict(zip(("weight", "scales", "biases"), arrays, strict=True))
-
-
-def _dense(kind: str, blocks: np.ndarray) -> mx.array:
-    if kind in ("F32", "F16"):
-        return mx.array(blocks.view(np.float32 if kind == "F32" else np.float16))
-    if kind == "BF16":
-        return mx.array(blocks.view(np.uint16)).view(mx.bfloat16)
-    return mx.concatenate([mx.array(_q6_k(blocks[i : i + _AT_ONCE])) for i in range(0, len(blocks), _AT_ONCE)])
 
 
 def _packed(q: np.ndarray, bits: int) -> np.ndarray:

@@ -57,7 +57,25 @@ def rope_parameters(config: dict[str, Any], share: float | None = None) -> dict[
         read(rope, _ORIGINAL, float, above=0)
         if kind == "yarn" and "factor" in given and given["factor"] is None and positions is not None:
             rope["factor"] = positions / rope[_ORIGINAL]
-    _check(rope)
+    read(rope, "rope_theta", float, above=1)
+    required, others = _FIELDS[kind]
+    for name in required:
+        read(rope, name, float, above=0)
+    for name in others:
+        read(rope, name, float, None, above=0)
+    if kind == "proportional":
+        read(rope, "partial_rotary_factor", float, None, above=0, most=1)
+    elif kind == "yarn":
+        for name in ("mscale", "mscale_all_dim"):
+            read(rope, name, float, None, least=0)
+        read(rope, "truncate", bool, None)
+    elif kind == "longrope":
+        short, long = (read(rope, name, [float], above=0) for name in ("short_factor", "long_factor"))
+        if short != long:
+            raise ValueError("rope_type is longrope with a short_factor that is not its long_factor: not supported")
+        read(rope, "attention_factor", float, above=0)
+    elif kind == "llama3":
+        read(rope, "high_freq_factor", float, above=rope["low_freq_factor"])
     return rope
 
 
@@ -74,27 +92,6 @@ def rope_at_top(config: dict[str, Any]) -> dict[str, Any]:
     if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
         top["rope_scaling"] = rope | {"type": kind}
     return {name: value for name, value in top.items() if config.get(name) is None}
-
-
-def _check(rope: dict[str, Any]) -> None:
-    kind = rope["rope_type"]
-    read(rope, "rope_theta", float, above=1)
-    for names, default in zip(_FIELDS[kind], ((), (None,)), strict=True):
-        for name in names:
-            read(rope, name, float, *default, above=0)
-    if kind == "proportional":
-        read(rope, "partial_rotary_factor", float, None, above=0, most=1)
-    elif kind == "yarn":
-        for name in ("mscale", "mscale_all_dim"):
-            read(rope, name, float, None, least=0)
-        read(rope, "truncate", bool, None)
-    elif kind == "longrope":
-        short, long = (read(rope, name, [float], above=0) for name in ("short_factor", "long_factor"))
-        if short != long:
-            raise ValueError("rope_type is longrope with a short_factor that is not its long_factor: not supported")
-        read(rope, "attention_factor", float, above=0)
-    elif kind == "llama3":
-        read(rope, "high_freq_factor", float, above=rope["low_freq_factor"])
 
 
 def is_plain(rope: dict[str, Any]) -> bool:

@@ -71,8 +71,16 @@ def convert(
             for folder, patterns in ((source if source.is_dir() else source.parent, OTHERS), (own, TOKENIZER)):
                 for file in [file for pattern in patterns for file in folder.glob(pattern)]:
                     shutil.copyfile(file, partial / file.name)
-        if drafter:
-            _write_drafter(partial / "draft", *drafter)
+        if drafter is not None:
+            (draft := partial / "draft").mkdir()
+            weights, draft_config = drafter
+            if isinstance(weights, dict):
+                with (draft / "model.safetensors").open("wb") as stream:
+                    stream.writelines(safetensors(weights, {"format": "mlx"}))
+            else:
+                for file in [*shards_of(weights), *weights.glob(f"model{INDEX}")]:
+                    shutil.copyfile(file, draft / file.name)
+            _write_json(draft / "config.json", draft_config)
     return out
 
 
@@ -160,17 +168,6 @@ def _write_weights(folder: Path, module: nn.Module, config: dict[str, Any], prog
         places |= dict.fromkeys(shard, file)
         shard.clear()
     _write_json(folder / f"model{INDEX}", {"metadata": {"total_size": total}, "weight_map": places})
-
-
-def _write_drafter(folder: Path, source: Path | dict[str, mx.array], config: dict[str, Any]) -> None:
-    folder.mkdir()
-    if isinstance(source, dict):
-        with (folder / "model.safetensors").open("wb") as stream:
-            stream.writelines(safetensors(source, {"format": "mlx"}))
-    else:
-        for file in [*shards_of(source), *source.glob(f"model{INDEX}")]:
-            shutil.copyfile(file, folder / file.name)
-    _write_json(folder / "config.json", config)
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """Which sequences a step learns from: a function of the step, the seed and the answers, and of nothing else."""
 
 import itertools
-from bisect import bisect_right
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -28,41 +27,32 @@ class Batches:
     def __init__(self, answers: Answers, rows: Sequence[Row], settings: Settings):
         self.answers, self.rows, self.settings = answers, list(rows), settings
         self.pool = max(settings.pool, settings.batch_size)
-        # The first step of each visit to a pool, and what is learned in it.
-        self._firsts: list[int] = [0]
-        self._visits: list[list[list[Dialogue]]] = []
+        self._batches: list[list[Dialogue]] = []
+        self._visits = 0
 
     def __call__(self, step: int) -> Batch:
         """Tokens `[B, L + 1]` int32, weights `[B, L]` float32 and anchors `[B, N]` int32 of a step.
 
         Raises ValueError where no row of a whole epoch can be learned from.
         """
-        while self._firsts[-1] <= step:
-            self._visit(len(self._visits))
-        visit = bisect_right(self._firsts, step) - 1
-        batch = self._visits[visit][step - self._firsts[visit]]
-        return arrays(batch, self.settings.anchors, self._random(1, step))
+        pools = -(-len(self.rows) // self.pool)
+        while len(self._batches) <= step:
+            turn, pool = divmod(self._visits, pools)
+            order = self._random(2, turn).permutation(len(self.rows))
+            before, chosen = order[: pool * self.pool], order[pool * self.pool : (pool + 1) * self.pool]
+            if turn == 0 and pool:
+                again = min(len(before), self.pool * (self.settings.repeats - 1))
+                more = self._random(5, self._visits).choice(before, again, replace=False)
+                chosen = np.concatenate([chosen, more])
+            dialogues = self.answers.of([self.rows[i] for i in chosen])
+            self._batches += batched(dialogues, self.settings.batch_size, self._random(3, self._visits))
+            self._visits += 1
+            if self._visits >= pools and not self._batches:
+                raise ValueError("nothing to learn: every answer loops, or no prompt leaves room for one")
+        return arrays(self._batches[step], self.settings.anchors, self._random(1, step))
 
     def _random(self, *numbers: int) -> np.random.Generator:
         return np.random.default_rng([self.settings.seed, *numbers])
-
-    def _visit(self, number: int) -> None:
-        pools = -(-len(self.rows) // self.pool)
-        turn, pool = divmod(number, pools)
-        order = self._random(2, turn).permutation(len(self.rows))
-        before, chosen = order[: pool * self.pool], order[pool * self.pool : (pool + 1) * self.pool]
-        if turn == 0 and pool:
-            again = min(len(before), self.pool * (self.settings.repeats - 1))
-            chosen = np.concatenate([chosen, self._random(5, number).choice(before, again, replace=False)])
-        dialogues = self.answers.of([self.rows[i] for i in chosen])
-        batches = batched(dialogues, self.settings.batch_size, self._random(3, number))
-        # Only the newest visits are ever asked for again.
-        self._visits.append(batches)
-        if number >= 2:
-            self._visits[number - 2] = []
-        self._firsts.append(self._firsts[-1] + len(batches))
-        if number + 1 >= pools and self._firsts[-1] == 0:
-            raise ValueError("nothing to learn: every answer loops, or no prompt leaves room for one")
 
 
 def batched(dialogues: Sequence[Dialogue], size: int, rng: np.random.Generator) -> list[list[Dialogue]]:

@@ -24,7 +24,7 @@ def finish(run: Run, arguments: Sequence[str], data: str, verifier: str) -> str:
         run.model, run.tokenizer, run.drafter, prompts, [""] * len(prompts), max_tokens=s.max_tokens, **options
     ):
         total += found
-    run.save({"README.md": _card(run, total, arguments, data)}, verifier)
+    run.save(_card(run, total, arguments, data), verifier)
     if not total.prompts:
         return f"{run.out}: no held-out prompt to decode, so not measured"
     same = f"{total.identical} of {total.prompts} texts identical"

@@ -54,7 +54,10 @@ def export(
         config = zlab_config(drafter.config)
     elif packaging == DEEPSPEC:
         config = deepspec_config(drafter.config, anchors)
-        weights |= _tables(target)
+        # Dense, whatever they are packed in.
+        eye = mx.eye(target.config.hidden_size, dtype=target.dtype)
+        weights["embed_tokens.weight"] = target.embed_tokens(mx.arange(target.config.vocab_size))
+        weights["lm_head.weight"] = logits_of(target.head, eye).T
     else:
         architectures = [] if target.directory is None else read_config(target.directory).get("architectures", [])
         config = speculators_config(drafter.config, verifier, architectures)
@@ -63,10 +66,3 @@ def export(
     # "pt": transformers refuses files that don't say so or "mlx".
     write_atomically(out / "model.safetensors", safetensors(weights, {"format": "pt"}))
     write_atomically(out / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def _tables(target: Model | AnyLM) -> dict[str, mx.array]:
-    """The target's embedding and head `[V, D]`, dense whatever they are packed in."""
-    ids = mx.arange(target.config.vocab_size)
-    rows = mx.eye(target.config.hidden_size, dtype=target.dtype)
-    return {"embed_tokens.weight": target.embed_tokens(ids), "lm_head.weight": logits_of(target.head, rows).T}

@@ -125,8 +125,8 @@ class Run:
         found = [self.loss(self.drafter.model, *arrays(b, self.settings.anchors, rng))[1]["tau"] for b in batches]
         return mx.mean(mx.stack(found)).item()
 
-    def save(self, files: dict[str, str], verifier: str = "") -> None:
-        """Write the drafter to `out` (float32 weights, config.json), and text files beside it; each atomically.
+    def save(self, card: str, verifier: str = "") -> None:
+        """Write the drafter to `out` (float32 weights, config.json) with its card, and its exports, file by file.
 
         verifier: the target's name, for exports that name it.
         """
@@ -137,8 +137,7 @@ class Run:
         for packaging, folder in zip(self.exports, folders, strict=True):
             export(self.drafter, self.model, packaging, folder, anchors=self.settings.anchors, verifier=verifier)
         for folder in (self.out, *folders):
-            for name, text in files.items():
-                write_atomically(folder / name, text)
+            write_atomically(folder / "README.md", card)
 
     def _train(self, steps: int, begin: Callable[[int], None]) -> Iterator[dict]:
         s = self.settings
