@@ -62,5 +62,5 @@ def in_lanes(model, tokenizer, drafter, prompts, counts, policies, **options):
     while not scheduler.idle:
         for request, response in scheduler.step():
             given[request].append(response.token)
-    assert all(request.error is None for request in given)
+    assert [request.error for request in given] == [None] * len(given)
     return [*given.values()], [*given]

@@ -265,7 +265,7 @@ class Run:
         """What the state holds of the conversation."""
         if self.batch is None or not isinstance(self.batch.held, Joint) or self.conversation.states.layers:
             return self.target.ids(self.conversation)
-        index = self.batch.held.conversations.index(self.conversation)
+        index = self.batch.held.members.index(self.conversation)
         return self.target.ids(self.conversation, self.batch.held.states, index)
 
     def _beside_others(self, target, conversation, prompt, policy, drafter, width, *, lookahead=True, stats, **options):

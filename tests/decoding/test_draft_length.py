@@ -32,10 +32,10 @@ from specmlx.decoding.draft_length import (
     Measurement,
 )
 from specmlx.decoding.policy import Policy
+from specmlx.decoding.round import round_seconds
 from specmlx.decoding.sampling import make_sampler
-from specmlx.decoding.timer import round_seconds
-from specmlx.generation.draft_options import auto_length
 from specmlx.generation.scheduler import Scheduler
+from specmlx.generation.settings import auto_length
 from specmlx.kernels.choice.table import power_mode
 from specmlx.targets.any_lm import AnyLM
 
@@ -452,7 +452,7 @@ def test_another_pair_power_mode_version_or_kernel_has_a_curve_of_its_own(tmp_pa
     files = [auto_length(model, drafter).file for drafter in (ours, other)]
     files += [auto_length(model, ours, "2 lanes").file]
     for name, value in (("power_mode", lambda: "lowpowermode 1"), ("metal_factory", lambda: print)):
-        monkeypatch.setattr(f"specmlx.generation.draft_options.{name}", value)
+        monkeypatch.setattr(f"specmlx.generation.settings.{name}", value)
         files.append(auto_length(model, ours).file)
     monkeypatch.setattr("specmlx.__version__", "0.0.0")
     files.append(auto_length(model, ours).file)

@@ -21,10 +21,10 @@ from specmlx.cache.conversation import Conversation
 from specmlx.cache.kv import KV, reserve, write
 from specmlx.cache.layers import LayerStates
 from specmlx.decoding.accept import Outcome
-from specmlx.decoding.drafting import observe
 from specmlx.decoding.loop import Batch, Sequence
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.processors import make_logits_processors
+from specmlx.decoding.round import observe
 from specmlx.decoding.sampling import make_sampler
 from specmlx.decoding.stats import Stats
 from specmlx.demo.tasks import held_out_examples

@@ -129,8 +129,6 @@ def test_without_a_limit_it_goes_on_to_the_stop_token():
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (dict(prompt=[]), "prompt is empty"),
-        (dict(max_tokens=0), "max_tokens is 0"),
         (dict(width=8), "num_draft_tokens is 8: this drafter proposes 0 to 7"),
         (dict(width=-1), "num_draft_tokens is -1"),
         (dict(width=1, drafter=None), "num_draft_tokens is 1"),

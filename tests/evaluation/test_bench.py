@@ -11,8 +11,7 @@ from specmlx import PromptCache
 from specmlx.cli import main
 from specmlx.cli.bench import lines
 from specmlx.decoding.sampling import make_sampler
-from specmlx.decoding.stats import Stats
-from specmlx.decoding.timer import host_share
+from specmlx.decoding.stats import Stats, host_share
 from specmlx.evaluation.answer import Answer, answer
 from specmlx.evaluation.bench import AlwaysWrong, Spread, differing, measure, table
 from specmlx.evaluation.machine import this_machine

@@ -16,7 +16,7 @@ from scripted import ScriptedDrafter, all_right, all_wrong, right_with, wrong_at
 import specmlx
 from specmlx.formats.checkpoint import eos_token_ids
 from specmlx.generation.generate import generate, stream_generate
-from specmlx.generation.request import StopStrings
+from specmlx.generation.responses import StopStrings
 from specmlx.targets.hybrid import Model
 
 STORY = "🙂 the 漢字 and 👨‍👩‍👧 čeština: naïve\n\nthe  cat ⛵ jumps — ok"

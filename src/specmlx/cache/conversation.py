@@ -41,7 +41,7 @@ class Draft(NamedTuple):
 
 
 class Held:
-    """What target and drafter keep of a conversation, or of several together (see `speculation.joint`).
+    """What target and drafter keep of a conversation, or of several together (see `decoding.joint`).
 
     `draft` is the last drafter's context; `unobserved` the rows that it has not seen, as many as `count`.
     lengths: rows that are in, of each of the conversations, which are `members`; count: those of the last pass.

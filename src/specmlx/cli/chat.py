@@ -52,8 +52,8 @@ class Chat:
         self.request.kv_format()
         model, tokenizer = self.target.load(self.draft_model, self.drafting)
         from specmlx.cli.dialogue import Dialogue
-        from specmlx.generation.draft_options import check_width
         from specmlx.generation.generate import PromptCache, summary
+        from specmlx.generation.settings import check_width
 
         check_width(model.draft_model, self.request.num_draft_tokens, model.no_draft_reason)
         if not tokenizer.has_chat_template:

@@ -147,7 +147,7 @@ def _mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:
 
 
 def _phases(phases: dict[str, float]) -> str:
-    from specmlx.decoding.timer import HOST, host_share
+    from specmlx.decoding.stats import HOST, host_share
 
     whole = sum(phases.values())
     lines = [f"  {name:<16} {seconds:8.3f} s {seconds / whole:6.1%}" for name, seconds in phases.items()]

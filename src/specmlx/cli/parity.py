@@ -141,7 +141,7 @@ def _files(target: ModelFlags, reference: str | None) -> Iterator[ModelFlags]:
 
 
 def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: DraftFlags) -> dict[str, Any]:
-    from specmlx.generation.draft_options import check_width
+    from specmlx.generation.settings import check_width
     from specmlx.loading.load import load_drafter
 
     drafters = {}

@@ -2,23 +2,75 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
-from specmlx.cache.conversation import Held, Observable
-from specmlx.cache.layers import LayerStates
+from specmlx.cache.conversation import Conversation, Held, Observable
 from specmlx.decoding import joint
 from specmlx.decoding.draft_length import FixedLength
-from specmlx.decoding.drafting import observe, observe_ahead, propose
-from specmlx.decoding.policy import MixedPolicy, Policies, RoundPolicy
-from specmlx.decoding.round import Delivery, OnProposal, Round, Target
-from specmlx.decoding.sequence import Sequence, Token
-from specmlx.decoding.timer import ACCEPT, DRAFT, OBSERVE, VERIFY, Timer, round_seconds
-from specmlx.drafters.proposal import Drafter, Proposal
+from specmlx.decoding.policy import Policies, Policy
+from specmlx.decoding.round import (
+    Delivery,
+    OnProposal,
+    Round,
+    Target,
+    observe,
+    observe_ahead,
+    propose,
+    round_seconds,
+)
+from specmlx.decoding.stats import ACCEPT, DRAFT, OBSERVE, VERIFY, Stats, Timer
+from specmlx.drafters.proposal import Drafter, DraftPolicy, Proposal
 
 # Rounds between two emptyings of mlx's buffer cache, which grows with every new attention length.
 _CLEAR_EVERY = 128
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token that leaves: its id, the target's log-probabilities `[V]`, if it was drafted, why it is the last."""
+
+    id: int
+    logprobs: mx.array
+    from_draft: bool
+    finish_reason: str | None = None
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A conversation that goes on, and what has to be known of its request to decode it.
+
+    conversation: prefilled, its last prompt token pending, once it joins a batch; None before it is claimed.
+    history: the ids that logits processors see, prompt and generated. owner: what `conversation.claim` gave.
+    over: whether it has ended; its reader may end it by this after any token. error: what ended it, if it failed.
+    began: seconds of the batch's when its decoding began.
+    """
+
+    conversation: Conversation | None
+    policy: Policy
+    history: list[int] = field(default_factory=list)
+    stop_tokens: Collection[int] = ()
+    max_tokens: int = -1
+    stats: Stats = field(default_factory=Stats)
+    owner: int | None = None
+    over: bool = False
+    error: Exception | None = None
+    began: float = 0.0
+    reason: str | None = field(init=False)
+
+    def __post_init__(self):
+        self.reason = self.stats.reason
+        if self.conversation is not None:
+            self.owner = self.conversation.claim()
+
+    @property
+    def left(self) -> int | None:
+        """How many tokens it may still give; None: any number."""
+        return self.max_tokens - self.stats.generation_tokens if self.max_tokens > 0 else None
+
+    def fail(self, error: Exception) -> None:
+        self.error, self.over = error, True
 
 
 class Batch:
@@ -33,7 +85,8 @@ class Batch:
         The next round is issued before this one is read, and dropped without trace where it is not wanted. A sequence
         that fails has its `error`, and None for a token. Raises what an evaluation raises: then none can go on.
         """
-        self._resume()
+        before, self._now = self._now, time.perf_counter()
+        self._away += self._now - before
         round, self._ahead = self._ahead or self.begin(), None
         ahead = self._issue_ahead(round)
         for i, (sequence, delivery) in enumerate(zip(self.sequences, self._read(round, ahead), strict=True)):
@@ -42,15 +95,16 @@ class Batch:
                 sequence.history.append(token)
                 sequence.stats.deliver(from_draft=drafted)
                 stop, full = token in sequence.stop_tokens, sequence.stats.generation_tokens == sequence.max_tokens
-                reason = "stop" if stop else "length" if full else None
-                leaving = Token(token, round.logprobs[i][n], drafted, reason)
+                leaving = Token(token, round.logprobs[i][n], drafted, "stop" if stop else "length" if full else None)
                 begin = time.perf_counter()
                 # Last of all, so that an interrupt leaves as little as can be in the state that nobody was given.
                 self.held.commit(n + 1, token, i)
-                self._suspend(sequence, begin)
+                self._now = time.perf_counter()
+                sequence.stats.commit_seconds += self._now - begin
+                sequence.stats.decode_seconds = self._now - self._away - sequence.began
                 sequence.over = stop or full
                 yield sequence, leaving
-                self._resume()
+                self._away += time.perf_counter() - self._now
                 if sequence.over:
                     break
                 if sequence.conversation.owner != sequence.owner:
@@ -61,7 +115,10 @@ class Batch:
         self._finish(ahead)
 
     def issue(self, num_draft_tokens: int, after: Round | None = None) -> Round:
-        """Propose, verify and accept: a round is built and sent to the device, and nothing of it is read."""
+        """Propose, verify and accept: a round is built and sent to the device, and nothing of it is read.
+
+        It begins where the conversations are, or `after` a round that is under way, whose tokens are not known yet.
+        """
         states, anchor, policy = self._start(num_draft_tokens, after)
         proposal = self._propose(anchor, num_draft_tokens, policy)
         # Clipped so that a bad id can't read foreign memory before it is refused.
@@ -113,10 +170,9 @@ class Batch:
         self._ahead: Round | None = None
         self._length: FixedLength | None = None
         self._chosen = 0
-        # Seconds that the loop had, when it was last entered and left, and what its reader had since a round was read.
-        self._busy = self._away = 0.0
-        self._entered = self._left = time.perf_counter()
-        self._read_at: float | None = None
+        # When the loop was last entered or left; seconds that its reader has had, and both when a round was last read.
+        self._now, self._away = time.perf_counter(), 0.0
+        self._last_read: tuple[float, float] | None = None
 
     def choose(self, batch: int) -> int:
         """How many tokens the next round of so many sequences would like to propose."""
@@ -136,11 +192,11 @@ class Batch:
             self._drop_ahead()
         if isinstance(self.held, joint.Joint) and sequence in self.sequences:
             observe(self.held, self.drafter)
-            joint.part(self.held, self.sequences.index(sequence))
+            self.held.part(self.sequences.index(sequence))
 
     def settle(self) -> None:
         """Let sequences that are over go, and those that join come in, if no round is under way."""
-        staying = [i for i, each in enumerate(self.sequences) if not (each.over or each in self._parted)]
+        staying = [i for i, each in enumerate(self.sequences) if not self._leaves(each)]
         leaving = len(staying) < len(self.sequences)
         if not staying:
             self._drop_ahead()
@@ -148,13 +204,13 @@ class Batch:
             return
         if staying and leaving:
             observe(self.held, self.drafter)
-        held = joint.keep(self.held, staying) if self.held else None
+        held = joint.keep(self.held, staying)
         joining = [sequence for sequence in self._joining if not self._leaves(sequence)]
         self._joining, self._parted = [], set()
         self.held = joint.join(held, [sequence.conversation for sequence in joining], self.drafter)
         self.sequences = [self.sequences[i] for i in staying] + joining
         for sequence in joining:
-            sequence.began = self._busy - sequence.stats.decode_seconds
+            sequence.began = self._now - self._away - sequence.stats.decode_seconds
         self._policies = Policies([sequence.policy for sequence in self.sequences])
         if self.sequences:
             self.choose(len(self.sequences))
@@ -196,9 +252,7 @@ class Batch:
                 raise
             return error
 
-    def _start(
-        self, num_draft_tokens: int, after: Round | None
-    ) -> tuple[LayerStates, mx.array, RoundPolicy | MixedPolicy]:
+    def _start(self, num_draft_tokens: int, after: Round | None) -> tuple:
         """Where a round starts: the states, the anchors `[B]`, and the policy."""
         held, policies = self.held, self._policies
         if self.timer:
@@ -219,7 +273,7 @@ class Batch:
         limits = [(sequence.left, sequence.stop_tokens) for sequence in self.sequences] if policies.sequential else ()
         return states, anchor, policies.at(positions, histories, limits)
 
-    def _propose(self, anchor: mx.array, num_draft_tokens: int, policy: RoundPolicy | MixedPolicy) -> Proposal:
+    def _propose(self, anchor: mx.array, num_draft_tokens: int, policy: DraftPolicy) -> Proposal:
         if not num_draft_tokens:
             return Proposal(mx.zeros((len(anchor), 0), dtype=mx.int32))
         proposal = propose(self.drafter, self.held.draft.context, anchor, num_draft_tokens, policy)
@@ -241,10 +295,11 @@ class Batch:
         now = time.perf_counter()
         lengths = [len(sequence.conversation.processed) for sequence in self.sequences]
         found = round.deliveries(self.vocab_size, lengths)
-        kept = [
-            each.accepted for i, each in enumerate(found) if not (self.sequences[i].over or i in round.failures)
-        ] or [0]
-        self._length.observed(round.num_draft_tokens, kept[0], self._taken(round, begin, now), kept[1:])
+        running = [i for i, each in enumerate(self.sequences) if not (each.over or i in round.failures)]
+        first, *others = [found[i].accepted for i in running] or [0]
+        before, self._last_read = self._last_read, (now, self._away)
+        took = before and round_seconds(now - before[0], self._away - before[1], now - begin, round.ahead)
+        self._length.observed(round.num_draft_tokens, first, took, others)
         for sequence, length in zip(self.sequences, lengths, strict=True):
             if not sequence.over:
                 sequence.stats.device_seconds += round.seconds + now - begin
@@ -264,21 +319,4 @@ class Batch:
             self._ahead = ahead
         if self.rounds % _CLEAR_EVERY == 0:
             mx.clear_cache()
-        self._suspend()
-
-    def _taken(self, round: Round, begin: float, now: float) -> float | None:
-        """Seconds that a round took, None where that can't be told."""
-        before, self._read_at, away, self._away = self._read_at, now, self._away, 0.0
-        return None if before is None else round_seconds(now - before, away, now - begin, round.ahead)
-
-    def _resume(self) -> None:
-        self._entered = time.perf_counter()
-        self._away += self._entered - self._left
-
-    def _suspend(self, sequence: Sequence | None = None, begin: float = 0.0) -> None:
-        """The reader goes on; the sequence's newest token was committed since `begin`."""
-        self._left = time.perf_counter()
-        self._busy += self._left - self._entered
-        if sequence:
-            sequence.stats.commit_seconds += self._left - begin
-            sequence.stats.decode_seconds = self._busy - sequence.began
+        self._now = time.perf_counter()

@@ -1,14 +1,12 @@
 """The prompt, up to its last token, which is the first anchor."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
 
 import mlx.core as mx
 
 from specmlx.cache.conversation import Conversation, Observable
-from specmlx.cache.layers import LayerStates
 from specmlx.cache.snapshots import prefill_chunks
-from specmlx.decoding.drafting import observe
+from specmlx.decoding.round import Target, observe
 from specmlx.drafters.proposal import Drafter, Windowed
 
 # Rows behind the prompt that buffers make room for at once.
@@ -18,16 +16,8 @@ Checkpoints = Mapping[int, Callable[[Conversation], None]]
 """What is called once a conversation has as many rows, by their number."""
 
 
-class Prefiller(Protocol):
-    """What prefill needs of a model."""
-
-    def prefill(
-        self, states: LayerStates, tokens: mx.array, tap_ids: Sequence[int], step_size: int
-    ) -> Iterator[tuple[mx.array, mx.array | None]]: ...
-
-
 def prefill(
-    target: Prefiller,
+    target: Target,
     conversation: Conversation,
     prompt: Sequence[int],
     drafter: Drafter | None,

@@ -42,13 +42,10 @@ class LogitBias(Processor):
     bias: tuple[tuple[int, float], ...]
 
     def rows(self, history, logits, drafted):
-        vocab = logits.shape[-1]
-        ids = [token for token, _ in self.bias]
-        for token in ids:
-            if not 0 <= token < vocab:
-                raise ValueError(f"logit_bias must name tokens of the vocabulary 0..{vocab - 1}, got {token}")
-        values = mx.array([value for _, value in self.bias])
-        return logits.reshape(-1, vocab).at[:, mx.array(ids)].add(values).reshape(logits.shape)
+        vocab, (ids, values) = logits.shape[-1], zip(*self.bias, strict=True)
+        if outside := [token for token in ids if not 0 <= token < vocab]:
+            raise ValueError(f"logit_bias must name tokens of the vocabulary 0..{vocab - 1}, got {outside[0]}")
+        return logits.reshape(-1, vocab).at[:, mx.array(ids)].add(mx.array(values)).reshape(logits.shape)
 
 
 @dataclass(frozen=True)
@@ -117,7 +114,9 @@ def make_logits_processors(
     """
     processors = []
     if logit_bias:
-        processors.append(LogitBias(tuple(_checked_bias(token, value) for token, value in logit_bias.items())))
+        ids = [integer("a token of logit_bias", token) for token in logit_bias]
+        values = [number(f"logit_bias of token {token}", value, -math.inf) for token, value in logit_bias.items()]
+        processors.append(LogitBias(tuple(zip(ids, values, strict=True))))
     for kind, name, penalty, size in (
         (RepetitionPenalty, "repetition", repetition_penalty, repetition_context_size),
         (PresencePenalty, "presence", presence_penalty, presence_context_size),
@@ -140,8 +139,3 @@ def _windows(history, drafted, batch, rows, size):
         return mx.broadcast_to(tail[:, None], (batch, rows, size))
     tail = mx.concatenate([tail, drafted.astype(mx.int32)], axis=1)
     return tail[:, mx.arange(rows)[:, None] + mx.arange(size)]
-
-
-def _checked_bias(token, value):
-    token = integer("a token of logit_bias", token)
-    return token, number(f"logit_bias of token {token}", value, -math.inf)

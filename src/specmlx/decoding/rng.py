@@ -29,22 +29,20 @@ class Noise:
         if seed is None:
             seed = int.from_bytes(os.urandom(16), "little")
         seeds = [integer("seed", number, 0) for number in (seed if isinstance(seed, (list, tuple)) else [seed])]
-        self.streams = {
-            domain: mx.array([[_stream_key(number, domain)] for number in seeds], dtype=mx.uint32) for domain in DOMAINS
-        }
+        keys = {domain: [[_stream_key(number, domain)] for number in seeds] for domain in DOMAINS}
+        self.streams = {domain: mx.array(found, dtype=mx.uint32) for domain, found in keys.items()}
 
     @staticmethod
     def together(noises: "Sequence[Noise]") -> "Noise":
         """The noise of several requests as one of so many lanes."""
-        return noises[0]._with({d: mx.concatenate([noise.streams[d] for noise in noises]) for d in DOMAINS})
+        noise = copy.copy(noises[0])
+        noise.streams = {domain: mx.concatenate([each.streams[domain] for each in noises]) for domain in DOMAINS}
+        return noise
 
     def lane(self, index: int) -> "Noise":
         """One lane's noise."""
-        return self._with({domain: stream[index : index + 1] for domain, stream in self.streams.items()})
-
-    def _with(self, streams: dict[str, mx.array]) -> "Noise":
         noise = copy.copy(self)
-        noise.streams = streams
+        noise.streams = {domain: stream[index : index + 1] for domain, stream in self.streams.items()}
         return noise
 
     def keys(self, domain: str, indices: mx.array) -> mx.array:
@@ -54,11 +52,9 @@ class Noise:
 
     def gumbel(self, domain: str, indices: mx.array, vocab: int) -> mx.array:
         """Gumbel noise over the vocabulary, [B, T] -> [B, T, V] float32."""
-
-        def draw(key):
-            return mx.maximum(mx.random.gumbel((vocab,), key=key), _LEAST)
-
-        return self._each(draw, domain, indices, (vocab,))
+        return mx.maximum(
+            self._each(lambda key: mx.random.gumbel((vocab,), key=key), domain, indices, (vocab,)), _LEAST
+        )
 
     def uniform(self, domain: str, indices: mx.array) -> mx.array:
         """One number in [0, 1) an index, [B, T] -> [B, T] float32."""

@@ -7,7 +7,6 @@ mlx_lm.sample_utils keeps, in the dtype of the logits; the temperature is applie
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 
@@ -164,10 +163,3 @@ class Sampler:
 
 
 make_sampler = Sampler
-
-
-def plain_sampler(sampler: Any) -> Any:
-    """The sampler, None where it is mlx_lm's greedy one."""
-    from mlx_lm.sample_utils import greedy_sampler
-
-    return None if sampler is greedy_sampler else sampler

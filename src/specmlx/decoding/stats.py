@@ -1,8 +1,20 @@
-"""What a generation did, counted as it was delivered."""
+"""What a generation did, counted as it was delivered, and where its time goes."""
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import Any
+
+import mlx.core as mx
+
+DRAFT, OBSERVE, VERIFY, ACCEPT = "draft", "observe", "verify", "accept"
+READ, COMMIT, DETOKENIZE = "send and read", "commit", "detokenize"
+OTHER = "other host work"
+"""Python between the phases: the width, handing tokens out, counting."""
+PHASES = (DRAFT, VERIFY, ACCEPT, READ, COMMIT, OBSERVE, DETOKENIZE, OTHER)
+HOST = (COMMIT, DETOKENIZE, OTHER)
+"""What is Python alone: a commit is an integer, whose rows the next verify folds."""
 
 
 @dataclass
@@ -98,3 +110,37 @@ def summed(several: Iterable[Stats]) -> Stats:
         if type(value) in (int, float):
             setattr(total, name, sum(getattr(each, name) for each in several))
     return total
+
+
+class Timer:
+    """Seconds of decoding by phase, kept in a request's stats.
+
+    Each phase waits for the device at its end, so nothing overlaps.
+    """
+
+    def __init__(self, stats: Stats):
+        self.stats = stats
+        self._begin = 0.0
+
+    def start(self) -> None:
+        """A phase begins."""
+        self._begin = time.perf_counter()
+
+    def lap(self, phase: str, arrays: Any = ()) -> None:
+        """The phase ends once `arrays` are evaluated, and the next one begins."""
+        mx.eval(arrays)
+        begin, self._begin = self._begin, time.perf_counter()
+        self.stats.phases[phase] = self.stats.phases.get(phase, 0.0) + self._begin - begin
+
+    def finish(self) -> None:
+        """Call what decoding took beside its phases by its name."""
+        stats = self.stats
+        found = stats.phases | {READ: stats.device_seconds, COMMIT: stats.commit_seconds}
+        inside = sum(seconds for name, seconds in found.items() if name != DETOKENIZE)
+        found[OTHER] = max(0.0, stats.decode_seconds - inside)
+        stats.phases = {name: found[name] for name in PHASES if name in found}
+
+
+def host_share(phases: Mapping[str, float]) -> float:
+    """Of profiled decoding, the share of Python outside the calls of target, drafter and acceptance."""
+    return sum(phases.get(name, 0.0) for name in HOST) / max(sum(phases.values()), 1e-9)

@@ -12,7 +12,7 @@ from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
 from specmlx.decoding.processors import Processor
 from specmlx.decoding.stats import Stats
-from specmlx.generation.request import Request
+from specmlx.generation.responses import Request
 from specmlx.generation.scheduler import Scheduler
 from specmlx.loading.load import AUTO
 
@@ -33,25 +33,11 @@ class BatchStats:
     generation_time: float = 0.0
     peak_memory: float = 0.0
 
-    @property
-    def prompt_tps(self) -> float:
-        return (self.prompt_tokens - self.cached_tokens) / max(self.prompt_time, 1e-9)
-
-    @property
-    def generation_steps(self) -> int:
-        return self.passes
-
-    @property
-    def decode_time(self) -> float:
-        return self.generation_time
-
-    @property
-    def wall_time(self) -> float:
-        return self.prompt_time + self.generation_time
-
-    @property
-    def generation_tps(self) -> float:
-        return self.generation_tokens / max(self.generation_time, 1e-9)
+    prompt_tps = property(lambda self: (self.prompt_tokens - self.cached_tokens) / max(self.prompt_time, 1e-9))
+    generation_tps = property(lambda self: self.generation_tokens / max(self.generation_time, 1e-9))
+    generation_steps = property(lambda self: self.passes)
+    decode_time = property(lambda self: self.generation_time)
+    wall_time = property(lambda self: self.prompt_time + self.generation_time)
 
 
 @dataclass
@@ -111,18 +97,9 @@ def batch_generate(
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one text: give a list of them, or use generate")
-    scheduler = Scheduler(
-        model,
-        tokenizer,
-        draft_model,
-        num_draft_tokens,
-        max_lanes,
-        prefill_step_size,
-        prompt_cache,
-        max_kv_size,
-        KVFormat.read(kv_bits, kv_group_size, quantized_kv_start),
-        calibrate,
-    )
+    kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
+    pair = model, tokenizer, draft_model, num_draft_tokens
+    scheduler = Scheduler(*pair, max_lanes, prefill_step_size, prompt_cache, max_kv_size, kv_format, calibrate)
     n = len(prompts)
     each = zip(
         prompts,
@@ -133,8 +110,7 @@ def batch_generate(
         _processors(logits_processors, n),
         strict=True,
     )
-    names = ("prompt", "max_tokens", "seed", "stop", "sampler", "logits_processors")
-    requests = [scheduler.request(**dict(zip(names, options, strict=True))) for options in each]
+    requests = [scheduler.request(*options) for options in each]
     given: dict[Request, list[tuple[int, float | None]]] = {request: [] for request in requests}
     clock = time.perf_counter()
     for request, response in scheduler.run(requests):

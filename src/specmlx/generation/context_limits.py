@@ -1,5 +1,7 @@
 """How long a conversation may get: what doesn't fit is refused, never cut."""
 
+import math
+
 import mlx.core as mx
 
 from specmlx.cache.quantized import KVFormat
@@ -10,31 +12,26 @@ from specmlx.targets.config import FULL
 from specmlx.targets.hybrid import Model
 
 
-def context_limit(model: Model | AnyLM, *max_kv_sizes: int | None) -> tuple[int, str] | None:
-    """The most tokens that a conversation with the model may have, and what says so; None where nothing does.
+def context_limit(model: Model | AnyLM, *max_kv_sizes: int | None) -> tuple[float, str]:
+    """The most tokens that a conversation with the model may have, and what says so; math.inf where nothing does.
 
     Raises ValueError for a `max_kv_size` below 1 or beyond what the model was made for.
     """
-    made_for, what = None, "max_position_embeddings"
-    if not isinstance(model, AnyLM):
+    made_for, what = math.inf, "max_position_embeddings"
+    if not isinstance(model, AnyLM) and model.config.max_length is not None:
         made_for = model.config.max_length
         what = what if made_for == model.config.max_position_embeddings else "length by rope_parameters"
-    limit = None if made_for is None else (made_for, f"the model's {what}")
-    for size in max_kv_sizes:
-        size = check("max_kv_size", size)
-        if size is None:
-            continue
-        if made_for is not None and size > made_for:
+    limit = made_for, f"the model's {what}"
+    for size in (check("max_kv_size", size) for size in max_kv_sizes):
+        if size is not None and size > made_for:
             raise ValueError(f"max_kv_size is {size}: the model's {what} is {made_for}")
-        if limit is None or size < limit[0]:
+        if size is not None and size < limit[0]:
             limit = size, "max_kv_size"
     return limit
 
 
-def tokens_left(limit: tuple[int, str] | None, tokens: int) -> int | None:
-    """How many tokens an answer may have behind so many. Raises ValueError where there is no place for one."""
-    if limit is None:
-        return None
+def tokens_left(limit: tuple[float, str], tokens: int) -> float:
+    """How many tokens an answer may have after so many. Raises ValueError where there is no place for one."""
     most, what = limit
     if tokens >= most:
         raise ValueError(

@@ -1,10 +1,14 @@
 """For apps: one worker thread owns the device, and answers requests from any thread together."""
 
+import asyncio
 import atexit
 import os
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
@@ -13,8 +17,7 @@ from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
 from specmlx.formats.values import check
 from specmlx.generation.context_limits import tokens_left
-from specmlx.generation.request import Request
-from specmlx.generation.response_queue import ResponseQueue
+from specmlx.generation.responses import GenerationResponse, Request
 from specmlx.generation.scheduler import Scheduler
 from specmlx.loading.load import AUTO
 
@@ -24,6 +27,88 @@ PATIENCE = 5.0
 
 class QueueFull(RuntimeError):
     """The engine has as many requests waiting as it takes: try again later."""
+
+
+class ResponseQueue:
+    """An answer that is being made: iterate over it, in a thread or with `async for`; leaving off cancels it.
+
+    It has one reader. The worker holds it weakly, as `request.queue()`.
+    """
+
+    def __init__(self, request: Request):
+        self._request = request
+        self._condition = threading.Condition()
+        self._responses: deque[GenerationResponse] = deque()
+        self._error: Exception | None = None
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future] | None = None
+        self._process = os.getpid()
+        self.ended = False
+        request.queue = queue = weakref.ref(self, lambda _: setattr(request, "cancelled", True))
+        request.on_end = lambda error: queue() and queue().put(None, error)
+
+    def put(self, response: GenerationResponse | None, error: Exception | None = None) -> None:
+        """One more, or None: no more. The reader gets those that are there first, then the error, if any."""
+        with self._condition:
+            if response is None:
+                self.ended, self._error = True, error
+            else:
+                self._responses.append(response)
+            self._condition.notify_all()
+            if self._waiter is not None:
+                (loop, future), self._waiter = self._waiter, None
+                # The loop may have been closed meanwhile: nobody waits there any more.
+                with suppress(RuntimeError):
+                    loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+
+    def __iter__(self) -> "ResponseQueue":
+        return self
+
+    def __next__(self) -> GenerationResponse:
+        """Wait for the next response. Raises what ended the request, or RuntimeError after a fork."""
+        self._check_process()
+        with self._condition:
+            self._condition.wait_for(self._ready)
+            return self._pop(StopIteration)
+
+    def __aiter__(self) -> "ResponseQueue":
+        return self
+
+    async def __anext__(self) -> GenerationResponse:
+        """The same without holding a thread."""
+        self._check_process()
+        while True:
+            with self._condition:
+                if self._ready():
+                    return self._pop(StopAsyncIteration)
+                loop = asyncio.get_running_loop()
+                future = loop.create_future()
+                self._waiter = (loop, future)
+            await future
+
+    def text(self) -> str:
+        """Wait for the whole text. Raises what ended the request."""
+        return "".join(response.text for response in self)
+
+    def cancel(self) -> None:
+        """End the request at the engine's next step; responses that are there can still be read."""
+        self._request.cancelled = True
+
+    close = cancel
+
+    async def aclose(self) -> None:
+        self.cancel()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(f"this request runs in process {self._process}, before the fork: nothing comes in here")
+
+    def _ready(self) -> bool:
+        return bool(self._responses) or self.ended
+
+    def _pop(self, end: type[Exception]) -> GenerationResponse:
+        if self._responses:
+            return self._responses.popleft()
+        raise self._error or end
 
 
 class Engine:
@@ -59,24 +144,13 @@ class Engine:
         quantized_kv_start: int = 5000,
         calibrate: bool = True,
     ):
-        max_waiting = check("max_waiting", max_waiting)
-        self._scheduler = Scheduler(
-            model,
-            tokenizer,
-            draft_model,
-            num_draft_tokens,
-            max_lanes,
-            prefill_step_size,
-            prompt_cache,
-            max_kv_size,
-            KVFormat.read(kv_bits, kv_group_size, quantized_kv_start),
-            calibrate,
-        )
-        self.max_waiting = max_waiting
+        self.max_waiting = check("max_waiting", max_waiting)
+        kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
+        pair = model, tokenizer, draft_model, num_draft_tokens
+        options = max_lanes, prefill_step_size, prompt_cache, max_kv_size, kv_format, calibrate
+        self._scheduler = Scheduler(*pair, *options)
         self._changed = threading.Condition()
-        self._new: list[Request] = []
-        self._closing = False
-        self._calling = False
+        self._closing = self._calling = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._work, name="specmlx-engine", daemon=True)
         self._thread.start()
@@ -99,33 +173,22 @@ class Engine:
         """
         if os.getpid() != self._process:
             raise RuntimeError(f"the engine runs in process {self._process}, before the fork: make a new one here")
-        request = self._scheduler.request(
-            prompt,
-            max_tokens,
-            seed=seed,
-            stop=stop,
-            sampler=sampler,
-            logits_processors=logits_processors,
-        )
+        request = self._scheduler.request(prompt, max_tokens, seed, stop, sampler, logits_processors)
         request.policy.call = self._call
         tokens_left(self._scheduler.limit, len(request.ids))
         with self._changed:
             if self._closing:
                 raise RuntimeError("the engine is closed: make a new one")
-            waiting = len(self._new) + self._scheduler.waiting
-            if waiting >= self.max_waiting:
+            if (waiting := self._scheduler.waiting) >= self.max_waiting:
                 raise QueueFull(f"{waiting} requests are waiting already (max_waiting): try again later")
             responses = ResponseQueue(request)
-            self._new.append(request)
+            self._scheduler.add(request)
             self._changed.notify()
         return responses
 
     def close(self) -> None:
         """Cancel what is left, and wait for the worker to end. May be called more than once."""
-        if os.getpid() != self._process:
-            return
-        self._stop()
-        if threading.current_thread() is not self._thread:
+        if self._stop() and threading.current_thread() is not self._thread:
             self._thread.join()
             atexit.unregister(self._leave)
 
@@ -135,18 +198,20 @@ class Engine:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _stop(self) -> None:
+    def _stop(self) -> bool:
+        """Have the worker end; whether it is one of this process, not of one that it was forked from."""
+        if os.getpid() != self._process:
+            return False
         with self._changed:
             self._closing = True
             self._changed.notify()
+        return True
 
     def _leave(self) -> None:
         """Close at the end of the program: a thread that is in mlx when the interpreter ends would abort it."""
-        if os.getpid() != self._process:
-            return
-        self._stop()
         until = time.monotonic() + PATIENCE
-        while self._thread.is_alive() and not (self._calling and time.monotonic() > until):
+        ours = self._stop()
+        while ours and self._thread.is_alive() and not (self._calling and time.monotonic() > until):
             self._thread.join(0.1)
 
     def _call(self, function: Callable, *args: Any) -> Any:
@@ -167,10 +232,8 @@ class Engine:
         try:
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._new or self._closing or not scheduler.idle)
-                    closing = self._closing
-                self._add_new()
-                if closing:
+                    self._changed.wait_for(lambda: self._closing or not scheduler.idle)
+                if self._closing:
                     scheduler.close(RuntimeError("the engine was closed"))
                     return
                 for request, response in scheduler.step():
@@ -179,15 +242,8 @@ class Engine:
         except BaseException as error:
             with self._changed:
                 self._closing = True
-            self._add_new()
             scheduler.close(RuntimeError(f"the engine's worker ended: {error}"))
             raise
         finally:
             # What this thread compiled dies with its streams, before the interpreter does.
             mx.clear_streams()
-
-    def _add_new(self) -> None:
-        with self._changed:
-            new, self._new = self._new, []
-        for request in new:
-            self._scheduler.add(request)

@@ -86,27 +86,11 @@ def stream_generate(
     """
     if input_embeddings is not None:
         raise ValueError("input_embeddings is not supported yet: leave it out")
-    scheduler = Scheduler(
-        model,
-        tokenizer,
-        draft_model,
-        num_draft_tokens,
-        prefill_step_size=prefill_step_size,
-        prompt_cache=prompt_cache,
-        max_kv_size=max_kv_size,
-        kv_format=KVFormat.read(kv_bits, kv_group_size, quantized_kv_start),
-        calibrate=calibrate,
-        profile=profile,
-    )
-    request = scheduler.request(
-        prompt,
-        max_tokens,
-        seed=seed,
-        stop=stop,
-        sampler=sampler,
-        logits_processors=logits_processors,
-        progress=prompt_progress_callback,
-    )
+    kv_format = KVFormat.read(kv_bits, kv_group_size, quantized_kv_start)
+    pair = model, tokenizer, draft_model, num_draft_tokens
+    scheduler = Scheduler(*pair, None, prefill_step_size, prompt_cache, max_kv_size, kv_format, calibrate, profile)
+    options = seed, stop, sampler, logits_processors, prompt_progress_callback
+    request = scheduler.request(prompt, max_tokens, *options)
     responses = scheduler.answer(request)
     return responses if stream is None else _on_stream(responses, stream)
 

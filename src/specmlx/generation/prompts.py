@@ -33,10 +33,3 @@ def encode_prompt(tokenizer: Any, prompt: str | mx.array | Sequence[int], vocab_
     if outside := [token for token in ids if not 0 <= token < vocab_size]:
         raise ValueError(f"the prompt holds token {outside[0]}: the vocabulary has {vocab_size}")
     return ids
-
-
-def wrapped_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer in mlx_lm's wrapper, which knows its end-of-text tokens and how to detokenize as text grows."""
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)

@@ -1,23 +1,20 @@
 """Which request runs next: prompts are taken in one step at a time, between the rounds of those that decode."""
 
+import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from specmlx.decoding.loop import Batch
 from specmlx.decoding.prefill import prefill
-from specmlx.decoding.sequence import Token
-from specmlx.decoding.timer import DETOKENIZE, Timer
+from specmlx.decoding.stats import Timer
 from specmlx.generation.context_limits import check_memory, context_limit, tokens_left
-from specmlx.generation.draft_options import measure
-from specmlx.generation.prompt_cache import close_cache, open_cache
-from specmlx.generation.request import Request
-from specmlx.generation.responses import GenerationResponse
-from specmlx.generation.reuse import Reuse
-from specmlx.generation.settings import Settings
+from specmlx.generation.prompt_cache import Reuse, close_cache, open_cache
+from specmlx.generation.responses import GenerationResponse, Request
+from specmlx.generation.settings import Settings, measure
 from specmlx.generation.threads import clear_streams_at_end
 from specmlx.parallel.broadcast import ASKED, SharedLength, from_first, nobodys_noise, what_is_asked
 from specmlx.parallel.group import agreed
@@ -28,12 +25,12 @@ TURNS_FULL = f"{TURNS}, with as many drafted tokens as there can be"
 
 
 class Scheduler(Settings):
-    """Up to `max_lanes` requests decode together; the others wait in order. Not thread-safe: one thread drives it."""
+    """Up to `max_lanes` requests decode together; the others wait in order. One thread drives it."""
 
     def __post_init__(self):
         super().__post_init__()
-        self._waiting: deque[Request] = deque()
-        self._prefilling: Request | None = None
+        # Of the first one, the prompt is being taken in once it has `steps`.
+        self._waiting: list[Request] = []
         self._running: list[Request] = []
         # One for each stage of the keys' format; where requests take turns, one for each of them.
         self._batches: dict[Any, Batch] = {}
@@ -47,56 +44,73 @@ class Scheduler(Settings):
     @property
     def waiting(self) -> int:
         """Requests that have not begun to run."""
-        return len(self._waiting)
+        return sum(request.steps is None for request in self._waiting)
 
     @property
     def idle(self) -> bool:
-        return not (self._waiting or self._prefilling or self._running)
+        return not (self._waiting or self._running)
 
     def add(self, request: Request) -> None:
+        """Take a request in, from any thread."""
         self._waiting.append(request)
 
     def answer(self, request: Request) -> Iterator[GenerationResponse]:
         """Answer one request, here: a response for each token. Raises what ended it."""
-        for _, response in self.run([request]):
-            yield response
+        with self._at_work([request]):
+            while not self.idle:
+                for _, response in self.step():
+                    yield response
         if request.error:
             raise request.error
 
     def run(self, requests: Iterable[Request]) -> Iterator[tuple[Request, GenerationResponse]]:
         """Answer requests, here: a response for each token, with its request. Leaving off drops what is left."""
+        with self._at_work(requests):
+            while not self.idle:
+                # Take in prompts until no more can decode together.
+                while self._take_in():
+                    pass
+                yield from self.step()
+
+    @contextmanager
+    def _at_work(self, requests: Iterable[Request]) -> Iterator[None]:
         from mlx_lm.generate import wired_limit
 
         clear_streams_at_end()
-        self._waiting.extend(requests)
+        self._waiting += requests
         with wired_limit(self.model):
             try:
-                while not self.idle:
-                    self.fill()
-                    yield from self.step()
+                yield
             finally:
                 self.close()
 
-    def fill(self) -> None:
-        """Take in prompts until no more can decode together."""
-        while self._prefilling or self._may_begin:
-            self._sweep()
-            self._take_in()
-
     def step(self) -> Iterator[tuple[Request, GenerationResponse]]:
         """One step of a prompt that is being taken in, if there is one, and one round of all that decode."""
-        self._sweep()
         self._take_in()
         for request in self._running:
-            self._place(request)
-        for key, batch in [*self._batches.items()]:
+            batch, before = self._batch(request), request.batch
+            if before is not batch:
+                if before is not None:
+                    before.part(request)
+                request.batch = batch
+                batch.join([request])
+        for batch in [*self._batches.values()]:
             requests = [request for request in self._running if request.batch is batch]
             try:
                 for request, token in batch.round() if requests else ():
-                    if token is not None and (response := self._respond(request, token)):
-                        yield request, response
+                    if token is None:
+                        continue
+                    try:
+                        response = request.respond(token)
+                    except Exception as error:
+                        request.fail(error)
+                        continue
+                    if response.finish_reason:
+                        self._finish(request, response)
+                    request.over |= request.cancelled
+                    yield request, response
             except Exception as error:
-                self._drop(key)
+                self._drop(batch)
                 for request in requests:
                     self._running.remove(request)
                     self._end(request, error)
@@ -105,55 +119,37 @@ class Scheduler(Settings):
 
     def close(self, error: Exception | None = None) -> None:
         """End every request, with an error or without a word more."""
-        requests = [*self._waiting, *([self._prefilling] if self._prefilling else []), *self._running]
-        self._waiting.clear()
-        self._prefilling, self._running = None, []
-        for key in [*self._batches]:
-            self._drop(key)
+        requests = [*self._waiting, *self._running]
+        self._waiting, self._running = [], []
+        for batch in [*self._batches.values()]:
+            self._drop(batch)
         for request in requests:
             request.cancelled = True
             self._end(request, error)
 
-    def _drop(self, key: Any) -> None:
-        self._passes += self._batches.pop(key).rounds
+    def _drop(self, batch: Batch) -> None:
+        self._batches = {key: each for key, each in self._batches.items() if each is not batch}
+        self._passes += batch.rounds
         # What a profiled round takes, others don't.
         if self.auto and not self.profile:
             self.length.keep()
 
-    def _sweep(self) -> None:
+    def _take_in(self) -> bool:
+        """Let cancelled requests go, and run one step of the next prompt, if there is one that may begin."""
         for request in [request for request in self._waiting if request.cancelled]:
             self._waiting.remove(request)
-            self._end(request)
-        if self._prefilling and self._prefilling.cancelled:
-            request, self._prefilling = self._prefilling, None
             self._end(request)
         cancelled = [request for request in self._running if request.cancelled]
         for request in cancelled:
             request.over = True
         self._retire(cancelled)
-
-    @property
-    def _may_begin(self) -> bool:
-        """Whether the request that has waited longest may begin: there are a lane and, beside others, memory for it."""
-        if self._prefilling or not self._waiting or len(self._running) >= self.max_lanes:
+        if not self._waiting:
             return False
-        # Lanes' keys are in one buffer, which is as long for each as the longest needs it.
-        rows = [len(self._waiting[0].ids), *(len(request.conversation.processed) for request in self._running)]
+        request = self._waiting[0]
         try:
-            check_memory(self.model, len(rows) * max(rows), self.kv_format)
-        except ValueError:
-            return not self._running
-        return True
-
-    def _take_in(self) -> None:
-        """Begin with the next request, if it may, and run one step of the prompt of the one that has begun."""
-        may_begin = self._may_begin
-        if may_begin:
-            self._prefilling = self._waiting.popleft()
-        if not (request := self._prefilling):
-            return
-        try:
-            if may_begin:
+            if request.steps is None:
+                if not self._may_begin(request):
+                    return False
                 self._begin(request)
             clock, total = time.perf_counter(), len(request.ids)
             done = next(request.steps, None)
@@ -162,14 +158,27 @@ class Scheduler(Settings):
             request.conversation.check(request.owner)
             request.stats.prefill_seconds += time.perf_counter() - clock
         except Exception as error:
-            self._prefilling = None
+            self._waiting.remove(request)
             self._end(request, error)
-            return
+            return True
         if done is None:
-            self._prefilling = None
+            self._waiting.remove(request)
             self._running.append(request)
             if self.auto and not self.alone:
                 self.length.context = max(self.length.context, total)
+        return True
+
+    def _may_begin(self, request: Request) -> bool:
+        """Whether there are a lane for it and, beside others, memory."""
+        if len(self._running) >= self.max_lanes:
+            return False
+        # Lanes' keys are in one buffer, which is as long for each as the longest needs it.
+        rows = [len(request.ids), *(len(each.conversation.processed) for each in self._running)]
+        try:
+            check_memory(self.model, len(rows) * max(rows), self.kv_format)
+        except ValueError:
+            return not self._running
+        return True
 
     def _begin(self, request: Request) -> None:
         model, group = self.model, self.model.sharding_group
@@ -205,7 +214,7 @@ class Scheduler(Settings):
                 measure(self.model, self.drafter, self.length, request.ids, 1, self.lookahead, self.on_proposal)
             self.length.context = len(request.conversation.tokens) + len(request.ids) - request.cached_tokens
             return
-        together = self.length(min(self.max_lanes, 1 + len(self._waiting)))
+        together = self.length(min(self.max_lanes, len(self._waiting)))
         for lanes, length in self.length.lengths.items():
             if self.calibrate and (length is together or length.context):
                 measure(self.model, self.drafter, length, request.ids, lanes, self.lookahead)
@@ -224,7 +233,7 @@ class Scheduler(Settings):
         total = len(conversation.tokens) + len(ids) - request.cached_tokens
         left = tokens_left(limit, total)
         check_memory(model, total - len(conversation.processed), self.kv_format)
-        if left is not None and not 0 < request.max_tokens <= left:
+        if left < math.inf and not 0 < request.max_tokens <= left:
             request.max_tokens, request.limit = left, limit
 
     def _batch(self, request: Request) -> Batch:
@@ -246,47 +255,21 @@ class Scheduler(Settings):
             )
         return self._batches[key]
 
-    def _place(self, request: Request) -> None:
-        batch = self._batch(request)
-        if request.batch is not batch:
-            if request.batch is not None:
-                request.batch.part(request)
-            request.batch = batch
-            batch.join([request])
-
-    def _respond(self, request: Request, token: Token) -> GenerationResponse | None:
-        """The response of a token that has left, None where the request fails with it."""
-        timer = request.batch.timer
-        try:
-            if timer:
-                timer.start()
-            response = request.respond(token)
-            if timer:
-                timer.lap(DETOKENIZE)
-        except Exception as error:
-            request.fail(error)
-            return None
-        request.over |= request.cancelled
-        if response.finish_reason:
-            request.over = True
-            if timer:
-                timer.finish()
-                response.stats = request.stats.snapshot()
-            self._finished(request, response)
-        return response
-
-    def _finished(self, request: Request, last: GenerationResponse) -> None:
-        """Say what its user has to know of a request that came to its end."""
-        stats, drafter = request.stats, self.drafter
+    def _finish(self, request: Request, last: GenerationResponse) -> None:
+        """A request came to its end: say what its user has to know."""
+        request.over, stats, drafter = True, request.stats, self.drafter
+        if request.batch.timer:
+            request.batch.timer.finish()
+            last.stats = stats.snapshot()
         # What nobody asked for may find nothing.
         if self.alone and drafter not in (None, self.model.fallback) and stats.rounds > 1 and stats.proposed == 0:
             if not self.auto or self.length.reason is None:
-                warnings.warn("the drafter was loaded but never proposed a token", stacklevel=6)
+                warnings.warn("the drafter was loaded but never proposed a token", stacklevel=5)
         if drafter is not None:
             self.model.count_first(drafter, stats.proposed, stats.first_accepted)
         if request.limit and last.finish_reason == "length":
             most, what = request.limit
-            warnings.warn(f"the answer ends here: the conversation has {most} tokens ({what})", stacklevel=6)
+            warnings.warn(f"the answer ends here: the conversation has {most} tokens ({what})", stacklevel=5)
 
     def _retire(self, requests: list[Request]) -> None:
         for request in requests:
@@ -297,7 +280,7 @@ class Scheduler(Settings):
             batch.settle()
         for request in requests:
             if request.batch is not None and (self.alone or not self.together):
-                self._drop(next(key for key, batch in self._batches.items() if batch is request.batch))
+                self._drop(request.batch)
             self._end(request, request.error)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:

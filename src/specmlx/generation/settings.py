@@ -1,30 +1,49 @@
 """What requests are answered with: the model, its drafter, and every option, checked before anything runs."""
 
+import contextlib
+import json
+import os
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
+from specmlx.cache.conversation import Conversation
 from specmlx.cache.layers import LayerStates
 from specmlx.cache.quantized import KVFormat
 from specmlx.cache.store import PromptCache
-from specmlx.decoding.draft_length import FULL, AutoLength, LaneLengths
+from specmlx.decoding import loop
+from specmlx.decoding.draft_length import FULL, AutoLength, LaneLengths, Measurement
 from specmlx.decoding.policy import Policy
+from specmlx.decoding.prefill import prefill
 from specmlx.decoding.round import OnProposal
-from specmlx.decoding.sampling import plain_sampler
 from specmlx.decoding.stats import Stats
-from specmlx.drafters.proposal import Drafter
-from specmlx.formats.values import check
+from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.mtp import MTP
+from specmlx.drafters.proposal import Drafter, Fingerprinted
+from specmlx.formats.cache import cache_directory
+from specmlx.formats.values import check, integer
 from specmlx.generation.chat_turns import Turns, turns
 from specmlx.generation.context_limits import context_limit
-from specmlx.generation.draft_options import auto_length, choose_drafter
 from specmlx.generation.prompt_cache import open_cache
-from specmlx.generation.prompts import encode_prompt, wrapped_tokenizer
-from specmlx.generation.request import Request, StopStrings
-from specmlx.loading.load import AUTO
+from specmlx.generation.prompts import encode_prompt
+from specmlx.generation.responses import Request, StopStrings
+from specmlx.kernels.choice.table import power_mode, this_chip, this_version
+from specmlx.kernels.dispatch import metal_factory, to_stderr
+from specmlx.loading.load import AUTO, load_drafter
+from specmlx.parallel.broadcast import SharedLength, from_first
 from specmlx.targets.any_lm import AnyLM
+from specmlx.targets.config import FULL as ATTENTION
 from specmlx.targets.from_mlx_lm import as_target
+from specmlx.targets.hybrid import Model
+
+# How many of a prompt's last tokens conversations begin with in which rounds are measured.
+_PROMPT = 128
 
 
 @dataclass(eq=False)
@@ -50,21 +69,23 @@ class Settings:
     on_proposal: OnProposal | None = None
 
     def __post_init__(self):
+        from mlx_lm.tokenizer_utils import TokenizerWrapper
+
         self.model = model = as_target(self.model)
-        self.tokenizer = wrapped_tokenizer(self.tokenizer)
+        if not isinstance(self.tokenizer, TokenizerWrapper):
+            self.tokenizer = TokenizerWrapper(self.tokenizer)
         self.prefill_step_size = check("prefill_step_size", self.prefill_step_size)
         number = check("num_draft_tokens", self.num_draft_tokens)
         self.limit = context_limit(model, self.max_kv_size)
         self.alone, self.caching = self.max_lanes is None, isinstance(self.prompt_cache, PromptCache)
         self.max_lanes = 1 if self.alone else check("max_lanes", self.max_lanes)
-        if model.sharding_group is not None and self.caching:
-            raise ValueError(
-                "the model is split over several processes: use make_prompt_cache(model), not a PromptCache"
+        if model.sharding_group is not None and (self.caching or not self.alone):
+            instead = (
+                "use make_prompt_cache(model), not a PromptCache" if self.alone else "they answer one request at a time"
             )
+            raise ValueError(f"the model is split over several processes: {instead}")
         self.drafter, self._reason = choose_drafter(model, self.draft_model, number)
         if not self.alone:
-            if model.sharding_group is not None:
-                raise ValueError("the model is split over several processes: they answer one request at a time")
             if not (self.caching or self.prompt_cache is None):
                 kind = type(self.prompt_cache).__name__
                 raise ValueError(f"prompt_cache is a {kind}: a batch takes a PromptCache, which is for many prompts")
@@ -94,7 +115,6 @@ class Settings:
         self,
         prompt: str | mx.array | Sequence[int],
         max_tokens: int = 256,
-        *,
         seed: int | None = None,
         stop: str | Sequence[str] | None = (),
         sampler: Callable[[mx.array], mx.array] | None = None,
@@ -102,14 +122,115 @@ class Settings:
         progress: Callable[[int, int], None] | None = None,
     ) -> Request:
         """A request, by `stream_generate`'s options. Raises ValueError for those that can't be honoured."""
+        from mlx_lm.sample_utils import greedy_sampler
+
         max_tokens = check("max_tokens", max_tokens)
         ids = encode_prompt(self.tokenizer, prompt, self.model.vocab_size)
-        policy = Policy(plain_sampler(sampler), logits_processors, check("seed", seed))
-        if self.drafter is None:
-            stats = Stats("plain", self._reason)
-        else:
-            stats = Stats("speculative", policy.reason or self._reason)
+        sampler = None if sampler is greedy_sampler else sampler
+        policy = Policy(sampler, logits_processors, check("seed", seed))
+        mode, reason = ("speculative", policy.reason) if self.drafter else ("plain", None)
+        stats = Stats(mode, reason or self._reason)
         if self.caching and self.turns is None:
             # In the thread of whoever asks, and under no lock: a template may take for ever.
             self.turns = turns(self.tokenizer)
         return Request(ids, policy, max_tokens, stats, StopStrings(stop), self.tokenizer, progress)
+
+
+def choose_drafter(
+    model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | str | None
+) -> tuple[Drafter | None, str | None]:
+    """The drafter to use, or None, and what there is to say of that."""
+    reason = None
+    if isinstance(draft_model, str) and draft_model == AUTO:
+        drafter = model.draft_model
+        if drafter is None:
+            reason = model.no_draft_reason
+    elif draft_model is None:
+        drafter, reason = None, "draft_model is None"
+    else:
+        drafter = load_drafter(draft_model, model) if isinstance(draft_model, str) else draft_model
+    if drafter is not None and not isinstance(drafter, Drafter):
+        kind = type(drafter).__name__
+        raise ValueError(f"draft_model is {drafter!r:.40}, of the kind {kind}: load it with specmlx.load_drafter")
+    check_width(drafter, num_draft_tokens, reason)
+    if isinstance(drafter, BlockDrafter | MTP) and drafter.target.embedding is not model.embedding:
+        raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
+    if drafter is not None and num_draft_tokens == 0:
+        return None, "num_draft_tokens is 0"
+    if drafter is not None and drafter is model.fallback:
+        return drafter, f"prompt lookup drafts: {model.no_draft_reason}"
+    return drafter, model.kernel_note if drafter else reason
+
+
+def check_width(drafter: Drafter | None, num_draft_tokens: int | str | None, reason: str | None = None) -> None:
+    """Raises ValueError where a drafter (or none, for `reason`) proposes fewer tokens than are wanted."""
+    if num_draft_tokens is None or isinstance(num_draft_tokens, str):
+        return
+    if drafter is not None:
+        most = drafter.max_width
+        allowed = f"an integer from 0 to {most}, which is all that this drafter proposes, {AUTO!r} or {FULL!r}"
+        integer("num_draft_tokens", num_draft_tokens, 0, most, allowed)
+    elif num_draft_tokens:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens} but there is no drafter: {reason}")
+
+
+def auto_length(model: Any, drafter: Drafter, *apart: str) -> AutoLength:
+    """What chooses the number of drafted tokens for each round; what rounds take is kept `apart`."""
+    # A drafter of the user's is known by its name: if it has changed, rounds contradict what was kept.
+    known = isinstance(drafter, Fingerprinted)
+    name = drafter.fingerprint if known else f"{type(drafter).__module__}.{type(drafter).__qualname__}"
+    # Rounds take as long as the kernels that were chosen for them have it.
+    pair = model.fingerprint, name, drafter.max_width, model.kernel_note, metal_factory() is not None, *apart
+    machine = platform.node(), this_chip(), str(mx.default_device()), power_mode(), this_version()
+    digest = blake2b(json.dumps([*pair, *machine]).encode(), digest_size=16)
+    file = cache_directory() / "draft_length" / f"{digest.hexdigest()}.json"
+    group = model.sharding_group
+    return AutoLength(
+        drafter.max_width, file=file if group is None or group.rank() == 0 else None, row_share=_row_share(model)
+    )
+
+
+def _row_share(model: Model | AnyLM) -> float:
+    """Bytes of a row of keys and values, as a share of the weights; 0 where it isn't known."""
+    if isinstance(model, AnyLM):
+        return 0.0
+    row = 2 * model.config.layer_types.count(ATTENTION) * model.kv_heads * model.config.head_dim * model.dtype.size
+    return row / sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+
+
+def measure(
+    model: Model | AnyLM,
+    drafter: Drafter,
+    length: AutoLength,
+    prompt: Sequence[int],
+    lanes: int = 1,
+    lookahead: bool = True,
+    on_proposal: OnProposal | None = None,
+) -> None:
+    """Measure what rounds take, if that is due: those of conversations that begin as the prompt ends, thrown away.
+
+    It is off where $SPECMLX_CALIBRATE is 0. What goes wrong here goes wrong in the answer, which says so.
+    """
+    group, due = model.sharding_group, length.curve.due and os.environ.get("SPECMLX_CALIBRATE") != "0"
+    if group is not None:
+        due = from_first(group, mx.array(due, dtype=mx.int32)).item()
+    if not due:
+        return
+    if group is None or group.rank() == 0:
+        together = f", {lanes} requests together" if lanes > 1 else ""
+        to_stderr(f"measuring what rounds take with {type(drafter).__name__} on this machine{together} (5 s at most)")
+    measurement = Measurement(length)
+    chosen = measurement if group is None else SharedLength(measurement, group)
+    decide = None if group is None else partial(from_first, group)
+    batch = loop.Batch(model, drafter, chosen, lookahead=lookahead, decide=decide, on_proposal=on_proposal)
+    with contextlib.suppress(Exception):
+        prompt = list(prompt[-max(_PROMPT // lanes, 8) :])
+        for _ in range(lanes):
+            conversation = Conversation(model.new_states())
+            for _ in prefill(model, conversation, prompt, drafter, _PROMPT):
+                pass
+            batch.join([loop.Sequence(conversation, Policy(), list(prompt))])
+        while not chosen.done:
+            for _ in batch.round():
+                pass
+    length.context = 0

@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from specmlx.decoding.sampling import make_sampler
-from specmlx.generation.request import Request
+from specmlx.generation.responses import Request
 from specmlx.generation.scheduler import Scheduler
 from specmlx.training.dataset import Row
 from specmlx.training.loop import whole_lines

@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from specmlx.decoding.timer import HOST, host_share
+from specmlx.decoding.stats import HOST, host_share
 from specmlx.evaluation.chips import CHIPS
 from specmlx.evaluation.trace import BONUS, CORRECTED, DRAFTED, PLAIN, Trace
 from specmlx.evaluation.view.charts import bars, lines
