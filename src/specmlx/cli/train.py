@@ -111,9 +111,10 @@ class Train:
         with status("decoding held-out prompts"):
             report = finish(run, sys.argv[1:], self.data, self.target.model)
         if self.plot:
-            from specmlx.training.curves import draw
+            from specmlx.evaluation.plot import plot_training
+            from specmlx.training.loop import LOG
 
-            draw(run.folder, self.plot)
+            plot_training(run.folder / LOG, self.plot)
         if left_out := run.answers.left_out:
             note(f"not learned: {', '.join(f'{count} rows ({why})' for why, count in sorted(left_out.items()))}")
         note(report)

@@ -1,6 +1,7 @@
-"""Byte limits over the tokens per pass, and the speeds of a benchmark. Needs matplotlib."""
+"""Byte limits over the tokens per pass, the speeds of a benchmark, the course of a training. Needs matplotlib."""
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,3 +79,21 @@ def plot_speeds(suites: Mapping[str, Sequence[Row]], path: Path, title: str = ""
         axes.set_xticks(range(len(suites)), list(suites))
         axes.set_ylabel("tok/s, decoding")
         axes.legend(fontsize=8)
+
+
+def plot_training(log: Path, path: Path) -> None:
+    """Write loss and tokens per pass by step, from the log of a training."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    with _axes(path, "", 4) as loss:
+        loss.set(xlabel="step", ylabel="loss")
+        tau = loss.twinx()
+        tau.set_ylabel("tokens per pass")
+        for axes, name, style, label in (
+            (loss, "loss", "C0-", "loss"),
+            (tau, "tau", "C1-", "tokens per pass on the batch"),
+            (tau, "held_out_tau", "C2o-", "on held-out rows"),
+        ):
+            measured = [record for record in records if name in record]
+            steps, values = ([record[key] for record in measured] for key in ("step", name))
+            axes.plot(steps, values, style, label=label)
+        loss.figure.legend(loc="outside upper center", ncols=3, frameon=False)

@@ -77,9 +77,7 @@ class _Reader:
         tensors, pairs = self._number("Q"), self._number("Q")
         # A tensor's entry takes at least 24 bytes, a pair 13.
         if tensors * 24 + pairs * 13 > self.size:
-            raise ValueError(
-                f"it says that it has {tensors} tensors and {pairs} pairs, which {self.size} bytes can't hold"
-            )
+            raise ValueError(f"{self.size} bytes can't hold {tensors} tensors and {pairs} pairs")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
             if (key := self._name()) in metadata:
