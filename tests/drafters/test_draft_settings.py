@@ -12,11 +12,11 @@ from rig import tiny
 
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.sampling import make_sampler
+from specmlx.drafters.base import DraftVocabulary, dense_rows, take_rows
 from specmlx.drafters.dspark import MarkovHead
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.settings import FREQUENCIES, DraftSettings, default_quantization
-from specmlx.drafters.vocabulary import DraftVocabulary, dense_rows, take_rows
 from specmlx.formats.scaled import read_scaled
 from specmlx.formats.scaled_linear import ScaledLinear, place
 

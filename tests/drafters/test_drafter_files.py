@@ -12,9 +12,8 @@ from drafter_kit import Greedy, StandInTarget, case_weights, golden_config, gold
 from mlx.utils import tree_flatten
 from packaging_kit import DSPARK, lfm2, nvfp4, own_weights, packed
 
-from specmlx.drafters.checkpoint import load_drafter
+from specmlx.drafters.checkpoint import load_drafter, load_mtp
 from specmlx.drafters.config import DrafterConfig
-from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.written import plain_config
 from specmlx.loading.inspect import inspect_path
 from specmlx.targets.checkpoint import load_target

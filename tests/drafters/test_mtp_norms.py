@@ -12,8 +12,9 @@ from mlx.utils import tree_flatten
 from rig import EXPERTS, tiny, tokens
 
 import specmlx
+from specmlx.drafters.checkpoint import build_mtp, load_mtp
 from specmlx.drafters.mtp import MTPHead
-from specmlx.drafters.mtp_checkpoint import build_mtp, load_mtp, settle_norms
+from specmlx.drafters.mtp_norms import settle_norms
 
 DEMO = Path(specmlx.__file__).parent / "demo"
 LAYER = ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")

@@ -131,7 +131,7 @@ def test_what_a_copy_of_the_targets_config_says_of_the_target_is_passed_over():
             {**DFLASH, "architectures": ["DFlash2DraftModel"]},
             "config.json lacks conv_kernel_size: it must be a positive integer",
         ),
-        (nested(DFLASH, selector_rank=256), "which of both is it"),
+        (nested(DFLASH, selector_rank=256), "which is it"),
         (nested(DFLASH2, conv_group_size=24), "conv_group_size is 24: it must divide hidden_size 64"),
         (nested(DFLASH2, selector_top_k=97), "selector_top_k is 97: the vocabulary has 96"),
         ({**DSPARK, "markov_head_type": "lstm"}, "markov_head_type is 'lstm': specmlx knows vanilla, gated, rnn"),

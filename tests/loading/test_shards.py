@@ -16,9 +16,8 @@ from mlx_lm.utils import save_config, save_model
 from publishers import as_published, modelopt, write_safetensors
 from rig import TINY, mlx_lm_twin, same_bits, tiny
 
-from specmlx.drafters.checkpoint import load_drafter
+from specmlx.drafters.checkpoint import load_drafter, load_mtp
 from specmlx.drafters.mtp import MTPHead
-from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.formats.checkpoint import read_weights, tensors_of
 from specmlx.formats.header import read_header
 from specmlx.loading.convert import convert

@@ -58,7 +58,7 @@ class Snapshot:
     """A conversation after its first `length` rows.
 
     recurrent: the Gated DeltaNet layers' states by layer, without tapes.
-    drafts: by drafter, its packed context at the same boundary (see `drafters.proposal.Packable`).
+    drafts: by drafter, its packed context at the same boundary (see `drafters.context.Rows`).
     caches: mlx-lm's own, of a model that is run by its own code; the piece has ids only.
     from_file: nobody has seen yet whether it fits the model that it names.
     """

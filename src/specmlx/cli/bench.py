@@ -94,7 +94,6 @@ class Bench:
         """The report, and its rows by suite."""
         import mlx.core as mx
 
-        from specmlx.drafters.proposal import Fingerprinted
         from specmlx.evaluation import bench
         from specmlx.evaluation.machine import this_machine, versions
         from specmlx.evaluation.suites import HOPELESS
@@ -127,7 +126,7 @@ class Bench:
             "draft_model": {
                 "kind": type(drafter).__name__,
                 "width": drafter.max_width,
-                "fingerprint": drafter.fingerprint if isinstance(drafter, Fingerprinted) else None,
+                "fingerprint": getattr(drafter, "fingerprint", None),
             },
             "max_tokens": self.max_tokens,
             "runs": self.runs,

@@ -7,7 +7,7 @@ import mlx.core as mx
 from specmlx.cache.conversation import Conversation, Observable
 from specmlx.cache.snapshots import prefill_chunks
 from specmlx.decoding.round import Target, observe
-from specmlx.drafters.proposal import Drafter, Windowed
+from specmlx.drafters.proposal import Drafter
 
 # Rows behind the prompt that buffers make room for at once.
 _ANSWER = 256
@@ -34,7 +34,7 @@ def prefill(
     ids, checkpoints = [*before, *prompt[:-1]], checkpoints or {}
     start = conversation.states.length
     conversation.states.reserve(start + len(ids) + _ANSWER)
-    window = drafter.window if isinstance(drafter, Windowed) else None
+    window = getattr(drafter, "window", None)
     yield 0
     try:
         conversation.processed += ids

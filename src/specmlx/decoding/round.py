@@ -11,7 +11,7 @@ from specmlx.cache.conversation import Draft, Held, Observable
 from specmlx.cache.layers import LayerStates, Pass
 from specmlx.decoding.accept import TARGETS, Outcome
 from specmlx.decoding.policy import MixedPolicy, RoundPolicy
-from specmlx.drafters.proposal import Context, Drafter, Joinable, Proposal
+from specmlx.drafters.proposal import Context, Drafter, Proposal
 
 # Passes without a proposal, and rows of them, that are kept until the drafter is shown them all at once.
 _PASSES, _ROWS = 64, 1024
@@ -214,12 +214,12 @@ class Separate:
         return [x for context in self.contexts for x in context.arrays()]
 
     def joined(self, others: "Sequence[Context | Separate]") -> "Separate":
-        """See `Joinable`."""
+        """See `drafters.context.Rows`."""
         several = (each.contexts if isinstance(each, Separate) else [each] for each in others)
         return Separate(sum(several, self.contexts))
 
     def lanes(self, indices: Sequence[int]) -> "Context | Separate":
-        """See `Joinable`; of one sequence, its own context."""
+        """See `drafters.context.Rows`; of one sequence, its own context."""
         found = [self.contexts[i] for i in indices]
         return Separate(found) if len(found) > 1 else found[0]
 
@@ -229,7 +229,7 @@ def joined(drafts: Sequence[Draft]) -> Draft:
     if len(drafts) == 1:
         return drafts[0]
     context, *others = (draft.context for draft in drafts)
-    context = context if isinstance(context, Joinable) else Separate([context])
+    context = context if hasattr(context, "joined") else Separate([context])
     return Draft(drafts[0].drafter, context.joined(others), sum(draft.end for draft in drafts))
 
 

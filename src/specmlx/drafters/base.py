@@ -8,15 +8,15 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.drafters.proposal import DraftPolicy, Proposal
-from specmlx.drafters.vocabulary import DraftVocabulary, take_rows
 from specmlx.formats.module_weights import fingerprint
+from specmlx.formats.scaled_linear import ScaledLinear
 from specmlx.targets.target import Target
 
 # By any drafter that runs its model once a token.
 MAX_WIDTH = 7
 
+# Tokens `[B, S]` int32 and q `[B, S, V]` float32, or None for q.
 Drawn = tuple[mx.array, mx.array | None]
-"""Tokens `[B, S]` int32 and q `[B, S, V]` float32, or None for q."""
 
 
 class BaseDrafter:
@@ -57,11 +57,35 @@ class BaseDrafter:
         return proposal or Proposal(mx.zeros((len(anchor), 0), dtype=mx.int32))
 
 
+class DraftVocabulary:
+    """The target's ids `[Vd]` that the rows of a drafter's head stand for."""
+
+    def __init__(self, ids: mx.array, vocab_size: int):
+        """Raises ValueError unless the ids are all different and in 0..vocab_size - 1."""
+        found = ids.tolist()
+        if outside := [i for i in found if not 0 <= i < vocab_size]:
+            raise ValueError(f"the draft vocabulary has id {outside[0]}: the target's has {vocab_size}")
+        if len(set(found)) < len(found):
+            raise ValueError("the draft vocabulary has an id twice")
+        self.ids = ids.astype(mx.int32)
+        # The head's row of each of the target's ids; where there is none, the row behind the last.
+        places = mx.full((vocab_size,), ids.size, dtype=mx.int32)
+        self.places = mx.put_along_axis(places, self.ids, mx.arange(ids.size, dtype=mx.int32), axis=0)
+        mx.eval(self.ids, self.places)
+
+    def widen(self, logits: mx.array) -> mx.array:
+        """Logits `[..., Vd]` as `[..., V]`, -inf where there is no row."""
+        none = mx.full((*logits.shape[:-1], 1), -mx.inf, dtype=logits.dtype)
+        return mx.take(mx.concatenate([logits, none], axis=-1), self.places, axis=-1)
+
+
 class HeadedDrafter(BaseDrafter):
     """A model paired with its target, whose embedding and head are used where they are: never copied.
 
     `model` is the tree of the drafter's own weights; the pair is no module, so neither tree holds the other.
     vocabulary: what the rows of its head stand for, where they are not the whole vocabulary.
+    head_dtype: what rows are cast to before the head, None for as they are: else the target's weights would be
+        converted for every pass.
     shortlist: those rows of the head that it was shortened to.
     """
 
@@ -71,7 +95,7 @@ class HeadedDrafter(BaseDrafter):
         self.model, self.target, self.config = model, target, model.config
         self.tap_ids, self.features_size = tap_ids, len(tap_ids) * self.config.hidden_size
         self.vocab_size = self.config.vocab_size
-        self.vocabulary = vocabulary
+        self.vocabulary, self.head_dtype = vocabulary, None
         self.shortlist: nn.Module | None = None
 
     @cached_property
@@ -85,7 +109,7 @@ class HeadedDrafter(BaseDrafter):
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits `[..., Vd]` of normed rows `[..., hidden]`; what the head's rows stand for is `vocabulary`'s."""
-        return logits_of(self.head(), hidden)
+        return logits_of(self.head(), hidden if self.head_dtype is None else hidden.astype(self.head_dtype))
 
     def widen(self, logits: mx.array) -> mx.array:
         """Logits `[..., Vd]` over the target's vocabulary `[..., V]`."""
@@ -96,16 +120,47 @@ class HeadedDrafter(BaseDrafter):
 
         Raises ValueError where the head is not a layer whose rows can be taken, or has none of the ids.
         """
-        rows = ids if self.vocabulary is None else self.vocabulary.rows_of(ids)
-        if rows.size == 0:
-            raise ValueError("the drafter's vocabulary has none of the shortlist's tokens")
+        rows = ids
+        if (before := self.vocabulary) is not None:
+            rows = mx.array([row for row in before.places[ids].tolist() if row < before.ids.size], dtype=mx.int32)
+            if rows.size == 0:
+                raise ValueError("the drafter's vocabulary has none of the shortlist's tokens")
+            ids = before.ids[rows]
         self.keep_rows(rows)
-        kept = ids if self.vocabulary is None else self.vocabulary.ids[rows]
-        self.vocabulary = DraftVocabulary(kept, self.vocab_size)
+        self.vocabulary = DraftVocabulary(ids, self.vocab_size)
 
     def keep_rows(self, rows: mx.array) -> None:
         """Keep these of the head's rows."""
         self.shortlist = take_rows(self.head(), rows)
+
+
+def take_rows(layer: nn.Linear | nn.Embedding, ids: mx.array) -> nn.Module:
+    """The head `[Vd, D]` that has the rows `ids` [Vd] of a head or of a tied table, quantized if that is.
+
+    Raises ValueError for a layer of another kind.
+    """
+    if isinstance(layer, ScaledLinear):
+        rows = ScaledLinear(layer.mode)
+    elif isinstance(layer, (nn.QuantizedLinear, nn.QuantizedEmbedding)):
+        # Its own first weights are replaced below.
+        size = layer.group_size
+        rows = nn.QuantizedLinear(2 * size, 8, bias=False, group_size=size, bits=layer.bits, mode=layer.mode)
+    elif isinstance(layer, (nn.Linear, nn.Embedding)):
+        rows = nn.Linear(1, ids.size, bias=False)
+    else:
+        raise ValueError(f"can't take rows of a {type(layer).__name__}: a shortlist needs a plain or quantized head")
+    for name in layer:
+        rows[name] = layer[name][ids] if layer[name].ndim else layer[name]
+    mx.eval(rows.parameters())
+    return rows
+
+
+def dense_rows(layer: nn.Linear, ids: mx.array) -> mx.array:
+    """Rows `[..., K]` of a plain or quantized layer `[N, K]` for ids `[...]`. Raises ValueError for another kind."""
+    for kind, table in ((nn.QuantizedLinear, nn.QuantizedEmbedding), (nn.Linear, nn.Embedding)):
+        if isinstance(layer, kind):
+            return table.__call__(layer, ids)
+    raise ValueError(f"can't take rows of a {type(layer).__name__}: leave draft_markov_top_k out")
 
 
 def logits_of(head: nn.Module, hidden: mx.array) -> mx.array:

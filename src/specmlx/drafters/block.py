@@ -23,17 +23,15 @@ class Rotary:
     """
 
     def __init__(self, dims: int, rope: dict[str, Any], interleaved: bool = False):
-        self.dims = dims
-        self.interleaved = interleaved
-        self.factor = attention_factor(rope)
-        self._periods = periods(rope, dims)
+        self.dims, self.interleaved = dims, interleaved
+        self.factor, self._periods = attention_factor(rope), periods(rope, dims)
 
     def __call__(self, x: mx.array, positions: mx.array) -> mx.array:
         """x `[B, T, H, D]` turned to `positions` `[B, T]` int32."""
         B, T, H, D = x.shape
         # Every row is a sequence of its own, so that it has an offset of its own; nothing is copied for that.
-        rows, offset, freqs = x.reshape(B * T, H, 1, D), positions.reshape(-1), self._periods
-        pairs = self.interleaved
+        rows, offset = x.reshape(B * T, H, 1, D), positions.reshape(-1)
+        pairs, freqs = self.interleaved, self._periods
         rows = mx.fast.rope(rows, self.dims, traditional=pairs, base=None, scale=1.0, offset=offset, freqs=freqs)
         return rows.reshape(B, T, H, D)
 
@@ -41,10 +39,8 @@ class Rotary:
 class Attention(nn.Module):
     def __init__(self, config: DrafterConfig):
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.gated, bias = config.head_dim, config.gated_attention, config.attention_bias
         D, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-        bias = config.attention_bias
-        self.gated = config.gated_attention
         self.q_proj = nn.Linear(D, heads * self.head_dim * (2 if self.gated else 1), bias=bias)
         self.k_proj = nn.Linear(D, kv_heads * self.head_dim, bias=bias)
         if not config.attention_k_eq_v:
@@ -52,8 +48,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads * self.head_dim, D, bias=bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        dims = config.rope_dims or self.head_dim
-        self.rope = Rotary(dims, config.rope_scaling, interleaved=not config.rope_is_neox_style)
+        self.rope = Rotary(config.rope_dims or self.head_dim, config.rope_scaling, not config.rope_is_neox_style)
         # YaRN scales cos and sin of queries and keys alike, so their products by its square.
         self.scale = self.head_dim**-0.5 * self.rope.factor**2
 

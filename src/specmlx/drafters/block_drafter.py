@@ -5,11 +5,10 @@ from functools import cached_property, partial
 import mlx.core as mx
 import mlx.nn as nn
 
-from specmlx.drafters.base import HeadedDrafter
+from specmlx.drafters.base import DraftVocabulary, HeadedDrafter
 from specmlx.drafters.block import BlockTrunk, visible
 from specmlx.drafters.context import Context, Rows
 from specmlx.drafters.proposal import DraftPolicy, Proposal
-from specmlx.drafters.vocabulary import DraftVocabulary
 from specmlx.targets.target import Target
 
 # How many rows before the anchor the layers see that have no window of their own.
@@ -27,9 +26,8 @@ class BlockDrafter(HeadedDrafter):
         self.max_width, self.first_row = config.max_width, config.first_row
         self.draft_window: int | None = DRAFT_WINDOW
         self._causal = {window: config.causal(window) for window in config.windows}
-        # The target's head is run in its own dtype, else its weights would be converted for every pass.
-        own = config.own_head or config.own_embedding
-        self._head_dtype = None if own else target.embed_tokens(mx.zeros((1,), dtype=mx.int32)).dtype
+        if not (config.own_head or config.own_embedding):
+            self.head_dtype = target.embed_tokens(mx.zeros((1,), dtype=mx.int32)).dtype
 
     @cached_property
     def fingerprint(self) -> str:
@@ -58,21 +56,16 @@ class BlockDrafter(HeadedDrafter):
         first = min(skips)
         projected = self.model.project(features[:, first:])
         for rows, skip in zip(context.groups, skips, strict=True):
-            if skip:
-                # Those after them fill the window.
-                rows.drop(0)
+            new, most = n - skip, None if rows.keep is None else 2 * (rows.keep + self.config.block_size) + SLACK
+            if skip or (most and rows.max_length + new > most):
+                # Those after skipped ones fill the window.
+                rows.drop(0 if skip else rows.keep)
                 rows.base = rows.base + skip
-            self._append(rows, projected[:, skip - first :], count - skip)
-
-    def _append(self, rows: Rows, projected: mx.array, count: int | mx.array) -> None:
-        n = projected.shape[1]
-        most = None if rows.keep is None else 2 * (rows.keep + self.config.block_size) + SLACK
-        if most and rows.max_length and rows.max_length + n > most:
-            rows.drop(rows.keep)
-        positions = (rows.base + rows.length)[:, None] + mx.arange(n, dtype=mx.int32)
-        for i in rows.layers:
-            rows.write(i, *self.model.layers[i].self_attn.keys_values(projected, positions))
-        rows.append(count, n)
+            positions = (rows.base + rows.length)[:, None] + mx.arange(new, dtype=mx.int32)
+            for i in rows.layers:
+                attention = self.model.layers[i].self_attn
+                rows.write(i, *attention.keys_values(projected[:, skip - first :], positions))
+            rows.append(count - skip, new)
 
     def block_embeddings(self, anchor: mx.array) -> mx.array:
         """Embeddings `[..., block, hidden]` of blocks that begin with the anchors `[...]`.
@@ -113,14 +106,14 @@ class BlockDrafter(HeadedDrafter):
 
     def head(self) -> nn.Module:
         """The drafter's own head, its own table, or the target's; see `HeadedDrafter.head`."""
-        if self.shortlist is None and self._head_dtype is None:
+        if self.shortlist is None and self.head_dtype is None:
             return self.model.lm_head if self.config.own_head else self.model.embed_tokens
         return super().head()
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits `[..., Vd]` of normed rows `[..., hidden]`: head, drafter's multiplier, soft cap."""
         # Not by the target's own code: what it does to logits, a drafter's config says once more.
-        logits = super().logits(hidden if self._head_dtype is None else hidden.astype(self._head_dtype))
+        logits = super().logits(hidden)
         if self.config.output_multiplier != 1:
             logits = logits * self.config.output_multiplier
         if cap := self.config.final_logit_softcapping:

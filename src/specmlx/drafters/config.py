@@ -1,6 +1,6 @@
 """What a drafter's config.json says, whichever publisher wrote it."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from specmlx.drafters.packaging import GEMMA4_DSPARK, SELECTOR, gemma4_words, unpacked
@@ -11,18 +11,19 @@ DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 QWEN3, QWEN35, GEMMA4 = "qwen3", "qwen3_5", "gemma4"
 QWEN35_DSPARK = ["Qwen35DSparkModel"]
 SLIDING, FULL = "sliding_attention", "full_attention"
-DEFAULT_BLOCK = 16
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 DSPARK_NAMES = (["Qwen3DSparkModel"], QWEN35_DSPARK, GEMMA4_DSPARK, ["DSparkDraftModel"], ["Lfm2DSparkDraftModel"])
 # How mlx names its own; the others are told by the tensors (see `formats.scaled`).
 QUANTIZATIONS = ("modelopt", "compressed-tensors", "fp8", "nvfp4")
-MOST_LAYERS = 1_000
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-# Fields that are read as they are, and the ranges of some.
-_READ = ("mask_token_id", "rms_norm_eps", "num_target_layers", "rope_is_neox_style", "attention_bias", "quantization")
-_READ += ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-_READ += ("markov_head_type", "confidence_head_with_markov")
-_RANGES = {"rms_norm_eps": {"above": 0}, "num_target_layers": {"above": 0}, "final_logit_softcapping": {"least": 0}}
+
+
+def _given(default: Any = MISSING, **bounds: float | None) -> Any:
+    """A field that a config.json has as it is, a number within `bounds` (see `formats.config.read`)."""
+    return field(default=default, metadata=bounds or {"least": None})
+
+
+def _size(default: Any = MISSING, most: int = MOST) -> Any:
+    return _given(default, above=0, most=most)
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,7 @@ class DrafterConfig:
 
     target_layer_ids: 0-based layers of the target whose OUTPUT is tapped (hidden_states[i + 1] elsewhere).
     block_size: rows that the drafter runs.
-    sample_from_anchor: whether the first of them, the anchor's, proposes the token after it (DSpark), or nothing
-        and every other row the token at its own position (DFlash, DFlash 2).
+    sample_from_anchor: whether a row proposes the token after it (DSpark), or, but for the anchor's, its own (DFlash).
     windows: each layer's sliding window, None where it attends to everything.
     family: whose layers it has: Qwen 3's, Qwen 3.5's (norms in its files are w - 1) or Gemma 4's.
     gated_attention: whether queries come with a gate of the attention's output, head by head (Qwen 3.5).
@@ -45,47 +45,47 @@ class DrafterConfig:
     """
 
     kind: str
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    block_size: int
-    mask_token_id: int
+    hidden_size: int = _size()
+    intermediate_size: int = _size()
+    num_hidden_layers: int = _size(most=1_000)
+    num_attention_heads: int = _size()
+    num_key_value_heads: int = _size()
+    head_dim: int = _size()
+    vocab_size: int = _size()
+    block_size: int = _size()
+    mask_token_id: int = _given()
     target_layer_ids: tuple[int, ...]
     windows: tuple[int | None, ...]
     rope_theta: float
-    sample_from_anchor: bool
-    rms_norm_eps: float = 1e-6
-    num_target_layers: int | None = None
-    is_causal: bool | None = None
+    sample_from_anchor: bool = _given()
+    rms_norm_eps: float = _given(1e-6, above=0)
+    num_target_layers: int | None = _given(None, above=0)
+    is_causal: bool | None = _given(None)
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     max_position_embeddings: int | None = None
-    rope_is_neox_style: bool = True
-    attention_bias: bool = False
+    rope_is_neox_style: bool = _given(True)
+    attention_bias: bool = _given(False)
     family: str = QWEN3
     gated_attention: bool = False
     rope_dims: int | None = None
     attention_k_eq_v: bool = False
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = _size(None)
     frozen_copies: bool = False
     own_embedding: bool = False
     own_head: bool = False
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
+    input_embedding_scale: float = _given(1.0)
+    output_multiplier: float = _given(1.0)
+    final_logit_softcapping: float | None = _given(None, least=0)
     conv_kernel_size: int = 0
     conv_group_size: int = 0
     selector_rank: int = 0
     selector_top_k: int = 0
     markov_rank: int = 0
-    markov_head_type: str = "vanilla"
-    enable_confidence_head: bool | None = None
-    confidence_head_with_markov: bool = True
+    markov_head_type: str = _given("vanilla")
+    enable_confidence_head: bool | None = _given(None)
+    confidence_head_with_markov: bool = _given(True)
     confidence_temperatures: tuple[float, ...] | None = None
-    quantization: dict[str, Any] | None = None
+    quantization: dict[str, Any] | None = _given(None)
 
     @property
     def max_width(self) -> int:
@@ -112,28 +112,37 @@ class DrafterConfig:
         kind, names = kind_of(config), config.get("architectures")
         family = QWEN35 if names == QWEN35_DSPARK else GEMMA4 if names == GEMMA4_DSPARK else QWEN3
         nested = read(config, "dflash_config", dict, {}) or read(config, "dspark_config", dict, {})
-        both = config | {name: value for name, value in nested.items() if value is not None}
+        both = {name: value for part in (config, nested) for name, value in part.items() if value is not None}
         _refuse_variations(both, family)
-        sizes = SIZES + {DFLASH2: SELECTOR, DSPARK: ("markov_rank",)}.get(kind, ())
-        found = {name: _size(both, name) for name in sizes}
-        hidden, _, layers, heads, vocab, *_ = found.values()
-        defaults = {"num_key_value_heads": heads, "head_dim": hidden // heads, "draft_vocab_size": vocab}
-        found |= {name: _size(both, name, default) for name, default in defaults.items()}
+        hidden, heads = (read(both, name, int, above=0) for name in ("hidden_size", "num_attention_heads"))
+        defaults = {
+            "num_key_value_heads": heads,
+            "head_dim": hidden // heads,
+            "draft_vocab_size": both.get("vocab_size"),
+            "block_size": None if kind == DSPARK else 16,
+            "sample_from_anchor": kind == DSPARK,
+            "is_causal": nested.get("causal"),
+            "enable_confidence_head": None if kind == DSPARK else False,
+        }
+        both = defaults | both
+        found = {each.name: read_field(both, each, **each.metadata) for each in fields(cls) if each.metadata}
+        needed = {DFLASH2: SELECTOR, DSPARK: ("markov_rank",)}.get(kind, ())
+        found |= {name: read(both, name, int, above=0, most=MOST) for name in needed}
+        found |= {name: float(found[name]) for name in ("input_embedding_scale", "output_multiplier")}
+        layers, vocab, block = (found[name] for name in ("num_hidden_layers", "vocab_size", "block_size"))
         if heads % (kv_heads := found["num_key_value_heads"]):
             raise ValueError(f"num_attention_heads ({heads}) is no multiple of num_key_value_heads ({kv_heads})")
         if kind == DFLASH2 and hidden % (group := found["conv_group_size"]):
             raise ValueError(f"conv_group_size is {group}: it must divide hidden_size {hidden}")
         if kind == DFLASH2 and (k := found["selector_top_k"]) > vocab:
             raise ValueError(f"selector_top_k is {k}: the vocabulary has {vocab}")
-        block = _size(both, "block_size", *(() if kind == DSPARK else (DEFAULT_BLOCK,)))
-        anchored = read(both, "sample_from_anchor", bool, kind == DSPARK)
-        if not anchored and block < 2:
+        if (slots := block if found["sample_from_anchor"] else block - 1) < 1:
             raise ValueError(f"block_size {block} is too small: it proposes block_size - 1 tokens")
-        by_name = {each.name: each for each in fields(cls)}
-        found |= {name: read_field(both, by_name[name], **_RANGES.get(name, {})) for name in _READ}
-        found |= {name: float(found[name]) for name in ("input_embedding_scale", "output_multiplier")}
         if (head := found["markov_head_type"]) not in MARKOV_HEADS:
             raise ValueError(f"markov_head_type is {shown(head)}: specmlx knows {', '.join(MARKOV_HEADS)}")
+        temperatures = read(both, "confidence_temperatures", [float], None, above=0)
+        if temperatures is not None and len(temperatures) < slots:
+            raise ValueError(f"confidence_temperatures has {len(temperatures)} numbers: there are {slots} slots")
         rope, head_dim = rope_parameters(config), found["head_dim"]
         # Only Qwen 3.5's own kind turns a part of a head: copies of its target's config say it too.
         dims = rotary_dims(rope, head_dim) if family == QWEN35 else head_dim
@@ -141,20 +150,16 @@ class DrafterConfig:
             **found | {"final_logit_softcapping": found["final_logit_softcapping"] or None},
             kind=kind,
             family=family,
-            block_size=block,
             target_layer_ids=_taps(both, kind, found["num_target_layers"], layers),
             windows=_windows(config, layers),
             rope_theta=float(rope["rope_theta"]),
-            sample_from_anchor=anchored,
-            is_causal=read(config, "is_causal", bool, read(nested, "causal", bool, None)),
             rope_scaling=rope,
             max_position_embeddings=max_positions(config),
             frozen_copies=names in (["Qwen3DSparkModel"], GEMMA4_DSPARK),
-            gated_attention=family == QWEN35 and read(both, "enable_qwen35_gated_q_proj", bool, False),
+            gated_attention=read(both, "enable_qwen35_gated_q_proj", bool, False),
             rope_dims=None if dims == head_dim else dims,
             attention_k_eq_v=family == GEMMA4 and read(config, "attention_k_eq_v", bool, False),
-            confidence_temperatures=_temperatures(both, block if anchored else block - 1),
-            enable_confidence_head=read(both, "enable_confidence_head", bool, None) if kind == DSPARK else False,
+            confidence_temperatures=temperatures and tuple(map(float, temperatures[:slots])),
         )
 
 
@@ -170,9 +175,7 @@ def kind_of(config: dict[str, Any]) -> str:
     if projector == "dspark" or "dspark_config" in config or (projector is None and names in DSPARK_NAMES):
         return DSPARK
     if names == ["DFlashDraftModel"] and ("selector_rank" in nested or "conv_kernel_size" in nested):
-        raise ValueError(
-            "architectures says DFlashDraftModel but dflash_config has DFlash 2's keys: which of both is it?"
-        )
+        raise ValueError("architectures is DFlashDraftModel but dflash_config has DFlash 2's keys: which is it?")
     if projector is None and (names == ["DFlashDraftModel"] or (not names and "target_layer_ids" in nested)):
         return DFLASH
     if is_language_model(config):
@@ -187,11 +190,8 @@ def is_language_model(config: dict[str, Any]) -> bool:
     names = config.get("architectures") or []
     names = names if isinstance(names, list) else [names]
     whole = any(str(name).endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
-    return (
-        whole
-        or "text_config" in config
-        or (not names and "dflash_config" not in config and "num_hidden_layers" in config)
-    )
+    bare = not names and "dflash_config" not in config and "num_hidden_layers" in config
+    return whole or bare or "text_config" in config
 
 
 def default_taps(num_target_layers: int, count: int) -> list[int]:
@@ -201,24 +201,11 @@ def default_taps(num_target_layers: int, count: int) -> list[int]:
     return [round(1 + i * (num_target_layers - 4) / (count - 1)) for i in range(count)]
 
 
-def _size(config: dict[str, Any], name: str, *default: int) -> int:
-    return read(config, name, int, *default, above=0, most=MOST_LAYERS if name == "num_hidden_layers" else MOST)
-
-
 def _taps(config: dict[str, Any], kind: str, depth: int | None, layers: int) -> tuple[int, ...]:
     taps = default_taps(depth, layers) if kind != DSPARK and depth is not None else []
     if not (taps := read(config, "target_layer_ids", [int], taps)):
         raise ValueError(f"target_layer_ids is {taps}: it must be a list of layers, which the target's features are of")
     return tuple(taps)
-
-
-def _temperatures(config: dict[str, Any], slots: int) -> tuple[float, ...] | None:
-    """Each slot's confidence temperature, if the head was calibrated."""
-    if (values := read(config, "confidence_temperatures", [float], None, above=0)) is None:
-        return None
-    if len(values) < slots:
-        raise ValueError(f"confidence_temperatures has {len(values)} numbers: there are {slots} slots")
-    return tuple(map(float, values[:slots]))
 
 
 def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:

@@ -55,13 +55,15 @@ class Rows:
         self.base, self.length, self.max_length = self.base + dropped, self.length - dropped, keep
 
     def arrays(self) -> list[mx.array]:
-        return [getattr(self, name) for name in self._own()] + [x for kv in self.kvs.values() for x in kv]
+        own = [value for value in vars(self).values() if isinstance(value, mx.array)]
+        return own + [x for kv in self.kvs.values() for x in kv]
 
     def joined(self, others: "Sequence[Rows]") -> "Rows":
-        """See `drafters.proposal.Joinable`."""
+        """A context of all sequences, these first."""
         parts, joined = [self, *others], copy(self)
-        for name in self._own():
-            setattr(joined, name, _stacked([getattr(part, name) for part in parts]))
+        for name, value in vars(self).items():
+            if isinstance(value, mx.array):
+                setattr(joined, name, _stacked([getattr(part, name) for part in parts]))
         joined.max_length = max(part.max_length for part in parts)
         joined.max_start = max(part.max_start for part in parts)
         kvs = {i: merge([(part.kvs.get(i), len(part.length)) for part in parts]) for i in self.layers}
@@ -69,14 +71,16 @@ class Rows:
         return joined
 
     def lanes(self, indices: Sequence[int]) -> "Rows":
+        """A context of some sequences, copied."""
         at, some = mx.array(indices, dtype=mx.int32), copy(self)
-        for name in self._own():
-            setattr(some, name, getattr(self, name)[at])
+        for name, value in vars(self).items():
+            if isinstance(value, mx.array):
+                setattr(some, name, value[at])
         some.kvs = {i: take(kv, at) for i, kv in self.kvs.items()}
         return some
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
-        """One sequence's newest rows, as many as a proposal may read, in buffers of their own; see `Packable`."""
+        """One sequence's newest rows, as many as a proposal may read, in arrays that stand on their own."""
         length, key = self.length[lane].item(), self.layers[0]
         keep = length if self.keep is None else min(length, self.keep)
         packed = {f"{key}.base": self.base[lane : lane + 1] + (length - keep)}
@@ -87,15 +91,12 @@ class Rows:
         return packed
 
     def unpack(self, packed: dict[str, mx.array]) -> None:
+        """Become, from an empty context of one sequence, what `pack` was given; the arrays are never written to."""
         key = self.layers[0]
         self.base, self.length = packed.get(f"{key}.base", self.base), packed[f"{key}.length"]
         self.start, self.max_length = self.length, self.length.item()
         layers = self.layers if self.max_length else ()
         self.kvs = {i: KV(packed[f"{i}.keys"], packed[f"{i}.values"]) for i in layers}
-
-    def _own(self) -> list[str]:
-        """The names of what each sequence has beside keys and values."""
-        return [name for name, value in vars(self).items() if isinstance(value, mx.array)]
 
 
 def _stacked(parts: Sequence[mx.array]) -> mx.array:
@@ -120,7 +121,7 @@ class Context:
         return [x for rows in self.groups for x in rows.arrays()]
 
     def joined(self, others: "Sequence[Context]") -> "Context":
-        """See `drafters.proposal.Joinable`."""
+        """See `Rows`."""
         parts = zip(self.groups, *(other.groups for other in others), strict=True)
         return Context([rows.joined(same) for rows, *same in parts])
 
@@ -128,7 +129,7 @@ class Context:
         return Context([rows.lanes(indices) for rows in self.groups])
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
-        """See `Packable`."""
+        """See `Rows`."""
         return {name: x for rows in self.groups for name, x in rows.pack(lane).items()}
 
     def unpack(self, packed: dict[str, mx.array]) -> None:

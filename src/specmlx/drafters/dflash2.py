@@ -26,9 +26,7 @@ class DynamicConv(nn.Module):
         self.block = config.block_size
         self.taps, self.groups = config.conv_kernel_size, config.hidden_size // config.conv_group_size
         # The identity, as training begins with.
-        base = mx.zeros((2, self.taps, config.hidden_size))
-        base[:, 0] = 1
-        self.base_kernel = base
+        self.base_kernel = mx.zeros((2, self.taps, config.hidden_size)).at[:, 0].add(1)
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
         self.kernel_projection.weight = mx.zeros_like(self.kernel_projection.weight)
 

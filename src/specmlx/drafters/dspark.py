@@ -4,13 +4,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.gemma3_text import MLP
 
-from specmlx.drafters.base import Drawn, one_by_one
+from specmlx.drafters.base import Drawn, dense_rows, one_by_one, take_rows
 from specmlx.drafters.block import Attention, BlockTrunk, Join, Layer
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import GEMMA4, DrafterConfig
 from specmlx.drafters.context import Context
 from specmlx.drafters.proposal import DraftPolicy, Proposal, among
-from specmlx.drafters.vocabulary import dense_rows, take_rows
 from specmlx.kernels.draft_head import chain, top_k, walk
 from specmlx.kernels.linear import products
 
@@ -48,12 +47,6 @@ class MarkovHead(nn.Module):
         gate, candidate, output = mx.split(self.joint_proj(mx.concatenate([state, x, hidden], axis=-1)), 3, axis=-1)
         gate = mx.sigmoid(gate)
         return gate * state + (1 - gate) * mx.tanh(candidate), mx.tanh(output)
-
-    @property
-    def chained(self) -> bool:
-        """Whether W1's and W2's rows are a token's latent and bias: neither gated nor quantized."""
-        dense = type(self.markov_w1) is nn.Embedding and type(self.markov_w2) is nn.Linear
-        return dense and self.kind == "vanilla"
 
     def block(self, previous: mx.array, hidden: mx.array) -> mx.array:
         """Biases `[..., S, Vd]` of a whole block whose tokens before are known, `[..., S]`; rows `[..., S, D]`."""
@@ -163,11 +156,13 @@ class DSpark(BlockDrafter):
             scores = logits[:, at] + (w2 @ latent.astype(mx.float32)[..., None])[..., 0]
             return policy.draft_among(scores, ids[:, at], slot, self.vocab_size)
 
-        draws = policy.draws(len(anchor), slots, self.vocab_size) if head.chained and rows is ids else None
+        # All slots by one operator, where W1's and W2's rows are a token's latent and bias.
+        dense = type(head.markov_w1) is nn.Embedding and type(head.markov_w2) is nn.Linear
+        chained = dense and head.kind == "vanilla" and rows is ids
+        draws = policy.draws(len(anchor), slots, self.vocab_size) if chained else None
         if draws is None:
             tokens, q = one_by_one(anchor, slots, draw)
         else:
-            # All slots by one operator.
             tables, q = (head.markov_w1.weight, head.markov_w2.weight, anchor), None
             if rows is None:
                 noise, kept = draws.at(reduced), draws.sampled

@@ -50,8 +50,8 @@ class MTPContext(Rows):
         return mx.take_along_axis(self.newest, (self.length - self.start)[:, None, None], axis=1)
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
-        """See `Packable`."""
-        packed = {name.removeprefix("0."): x for name, x in super().pack(lane).items()}
+        """See `Rows`."""
+        packed = {name.removeprefix("0."): x for name, x in super().pack(lane).items() if name != "0.base"}
         return packed | {"hidden": self.hidden[lane]}
 
     def unpack(self, packed: dict[str, mx.array]) -> None:
@@ -71,7 +71,7 @@ class MTP(HeadedDrafter):
 
     def __init__(self, model: MTPHead, target: Model, max_width: int = MAX_WIDTH):
         super().__init__(model, target, (target.config.num_hidden_layers - 1,))
-        self.max_width = max_width
+        self.max_width, self.head_dtype = max_width, target.model.norm.weight.dtype
 
     def new_context(self, batch: int = 1, start: int = 0) -> MTPContext:
         """See `Drafter.new_context`. Keys are roped by their slot: only distances count, so `start` doesn't."""
@@ -104,10 +104,6 @@ class MTP(HeadedDrafter):
             return policy.draft(self.widen(self.logits(hidden)), step)
 
         return Proposal(*one_by_one(anchor, slots, draw))
-
-    def logits(self, hidden: mx.array) -> mx.array:
-        """Logits `[..., Vd]` of the head's normed rows `[..., D]`, in the target's dtype."""
-        return super().logits(hidden.astype(self.target.model.norm.weight.dtype))
 
     def _embed(self, tokens: mx.array) -> mx.array:
         return self.target.embed_tokens(tokens).astype(self.model.norm.weight.dtype)

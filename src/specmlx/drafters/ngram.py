@@ -1,5 +1,7 @@
 """Prompt lookup: what followed the last time that the text ended as it does now. No weights, any target."""
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 
 from specmlx.drafters.base import MAX_WIDTH, BaseDrafter
@@ -19,7 +21,7 @@ class NGramContext(Rows):
         self.tokens = mx.zeros((batch, 0), dtype=mx.int32)
 
     def pack(self, lane: int = 0) -> dict[str, mx.array]:
-        """See `Packable`."""
+        """See `Rows`."""
         return {"tokens": mx.contiguous(self.tokens[lane : lane + 1, : self.length[lane].item()])}
 
     def unpack(self, packed: dict[str, mx.array]) -> None:
@@ -27,6 +29,7 @@ class NGramContext(Rows):
         self.append(self.tokens.shape[1], self.tokens.shape[1])
 
 
+@dataclass(eq=False)
 class NGram(BaseDrafter):
     """Proposes the continuation of the latest longest match of the text's end, up to `longest` tokens (PLD, 2023).
 
@@ -35,10 +38,9 @@ class NGram(BaseDrafter):
     target has run a row.
     """
 
+    max_width: int = MAX_WIDTH
+    longest: int = LONGEST
     fingerprint = "ngram"
-
-    def __init__(self, max_width: int = MAX_WIDTH, longest: int = LONGEST):
-        self.max_width, self.longest = max_width, longest
 
     def new_context(self, batch: int = 1, start: int = 0) -> NGramContext:
         return NGramContext(batch)

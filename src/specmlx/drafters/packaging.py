@@ -11,6 +11,7 @@ ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "
 SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 HEADS = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+_THIS = "this speculators package has"
 _KEPT = ("block_size", "mask_token_id", "draft_vocab_size", *SELECTOR, *HEADS, "confidence_temperatures")
 _KEPT += ("quantization", "quantization_config")
 
@@ -25,27 +26,26 @@ def unpacked(config: dict[str, Any]) -> dict[str, Any]:
     packaged = read(config, "speculators_config", dict, {})
     if kind is None and not packaged:
         return config
-    this = "this speculators package has"
     if (kind := kind or read(packaged, "algorithm", str)) not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ValueError(f"this is a speculators package of kind {shown(kind)}: specmlx loads {known}")
     if not (layers := read(config, "transformer_layer_config", dict, {})):
-        raise ValueError(f"{this} no transformer_layer_config: of what size are its layers?")
+        raise ValueError(f"{_THIS} no transformer_layer_config: of what size are its layers?")
     if not (taps := read(config, "aux_hidden_state_layer_ids", [int], [])):
-        raise ValueError(f"{this} aux_hidden_state_layer_ids {taps}: which of the target's layers feed it?")
+        raise ValueError(f"{_THIS} aux_hidden_state_layer_ids {taps}: which of the target's layers feed it?")
     hidden = read(layers, "hidden_size", int)
     if (other := read(config, "target_hidden_size", int, hidden)) != hidden:
         raise ValueError(f"target_hidden_size is {other}, the layers' hidden_size {hidden}: not supported yet")
     anchored = _sample_from_anchor(config, kind)
     if config.get("markov_head_type") == "rnn" and not anchored:
         raise ValueError(
-            f"{this} an rnn Markov head and proposes nothing from the anchor's row: "
+            f"{_THIS} an rnn Markov head and proposes nothing from the anchor's row: "
             "does its state begin at that row or behind it? (speculators trains it from there)"
         )
     bidirectional = read(config, "sliding_window_non_causal", bool, None)
     if bidirectional is None and kind != "dflash2" and "sliding_attention" in read(layers, "layer_types", [str], []):
         raise ValueError(
-            f"{this} sliding layers but no sliding_window_non_causal: "
+            f"{_THIS} sliding layers but no sliding_window_non_causal: "
             "do rows of a block see the rows after them? (speculators says no, vLLM yes)"
         )
     return {
@@ -89,17 +89,14 @@ def _sample_from_anchor(config: dict[str, Any], kind: str) -> bool:
     """Whether the anchor's row proposes: by the proposal count, else by the config's own word, else by the kind."""
     methods = read(read(config, "speculators_config", dict, {}), "proposal_methods", [dict], []) or [{}]
     count, block = read(methods[0], "speculative_tokens", int, None), read(config, "block_size", int, None)
-    said = read(config, "sample_from_anchor", bool, None)
+    said, question = read(config, "sample_from_anchor", bool, None), "does the anchor's row propose a token?"
     counted = None if None in (count, block) else {0: True, 1: False}.get(block - count)
     if None not in (counted, said) and counted != said:
         raise ValueError(
-            f"sample_from_anchor is {said} but {count} tokens are proposed from blocks of {block}: "
-            "does the anchor's row propose a token?"
+            f"sample_from_anchor is {said} but {count} tokens are proposed from blocks of {block}: {question}"
         )
     known = said if counted is None else counted
     if known is None and kind == "dspark":
-        raise ValueError(
-            "this speculators package has neither sample_from_anchor nor a proposal count that tells: "
-            "does the anchor's row propose a token? (speculators says yes, vLLM no)"
-        )
+        said = "neither sample_from_anchor nor a proposal count that tells"
+        raise ValueError(f"{_THIS} {said}: {question} (speculators says yes, vLLM no)")
     return bool(known)

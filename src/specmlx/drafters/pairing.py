@@ -1,29 +1,19 @@
 """Which drafter fits which target, told before any weight is read."""
 
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from specmlx.drafters.config import DrafterConfig, is_language_model
 from specmlx.formats.config import read, text_of
 
-
-class TargetSizes(Protocol):
-    """What a target's config must say to be paired."""
-
-    hidden_size: int
-    num_hidden_layers: int
-    vocab_size: int
-
-
 SIZES = ("hidden_size", "num_hidden_layers", "vocab_size")
-Reason = str
-"""A line that names both values."""
 
 
-def check_pair(
-    target_config: TargetSizes | dict[str, Any], drafter_config: dict[str, Any] | DrafterConfig
-) -> list[Reason]:
-    """Why a drafter can't serve a target, by their config.json (or what was read of them); empty if it can."""
+def check_pair(target_config: Any, drafter_config: dict[str, Any] | DrafterConfig) -> list[str]:
+    """Why a drafter can't serve a target, by their config.json (or what was read of them); empty if it can.
+
+    A target's config has to have `SIZES`. Each reason is a line that names both values.
+    """
     config = drafter_config
     if isinstance(target_config, dict):
         try:
@@ -62,7 +52,7 @@ def is_split_mtp(config: dict[str, Any]) -> bool:
     return config.get("model_type") == "qwen3_5_mtp"
 
 
-def lm_reasons(config: dict[str, Any]) -> list[Reason]:
+def lm_reasons(config: dict[str, Any]) -> list[str]:
     """Why a language model can't be a drafter, from its config.json; if its tokens are the target's is not asked."""
     text = text_of(config)
     if "linear_attention" in read(text, "layer_types", [str], []) or "linear_num_value_heads" in text:
@@ -70,7 +60,7 @@ def lm_reasons(config: dict[str, Any]) -> list[Reason]:
     return []
 
 
-def mtp_reasons(config: dict[str, Any], target_config: TargetSizes) -> list[Reason]:
+def mtp_reasons(config: dict[str, Any], target_config: Any) -> list[str]:
     """Why the MTP head that a config.json (the target's or a split repository's) describes can't serve a target."""
     text = text_of(config)
     pairs = {

@@ -74,7 +74,11 @@ class DraftPolicy(Protocol):
 
 
 class Context(Protocol):
-    """What a drafter keeps of one request."""
+    """What a drafter keeps of one request.
+
+    It may have `pack` and `unpack`, with which snapshots of a conversation keep it, and `joined` and `lanes`, where it
+    can hold several sequences (see `drafters.context.Rows`).
+    """
 
     def arrays(self) -> list[mx.array]:
         """Everything to evaluate for the context to stand on its own, in another thread or many rounds on."""
@@ -87,47 +91,14 @@ class Context(Protocol):
 
 
 @runtime_checkable
-class Packable(Protocol):
-    """A context that snapshots of a conversation keep."""
-
-    def pack(self, lane: int = 0) -> dict[str, mx.array]:
-        """One sequence's rows that a later proposal may read, as arrays that stand on their own."""
-
-    def unpack(self, packed: dict[str, mx.array]) -> None:
-        """Become, from an empty context of one sequence, what `pack` was given; the arrays are never written to."""
-
-
-@runtime_checkable
-class Joinable(Protocol):
-    """A context that holds several sequences, which may come and go."""
-
-    def joined(self, others: "Sequence[Joinable]") -> "Joinable":
-        """A context of all sequences, these first."""
-
-    def lanes(self, indices: Sequence[int]) -> "Joinable":
-        """A context of some sequences, copied."""
-
-
-@runtime_checkable
-class Fingerprinted(Protocol):
-    """What can tell its weights from others', in another process too (see `formats.module_weights`)."""
-
-    fingerprint: str
-
-
-@runtime_checkable
-class Windowed(Protocol):
-    """A drafter that reads no more than the last `window` rows before its anchor (None: all)."""
-
-    window: int | None
-
-
-@runtime_checkable
 class Drafter(Protocol):
     """Guesses tokens from the target's tapped layers. It holds weights only: a request's state is its context.
 
     tap_ids: 0-based layers of the target whose output (the residual stream after the layer) is tapped, in order.
     max_width: the most tokens that one proposal has.
+
+    It may have a `fingerprint`, which tells its weights from others' in another process too (see
+    `formats.module_weights`), and a `window`: no more than so many rows before the anchor are read (None: all).
     """
 
     tap_ids: tuple[int, ...]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,12 @@ class LMContext:
         self.caches = _caches(model)
         self.rows: list[int] = []
         self.drafts: mx.array | None = None
-        # Ids before the last observation, and what it had.
-        self.before: tuple[int, list[int]] = (0, [])
+        # How many ids there were before the last observation.
+        self.before = 0
 
     def settle(self, count: int | Sequence[int]) -> None:
         """See `drafters.proposal.Context`."""
-        start, newest = self.before
-        self.ids[start:] = newest[: count if isinstance(count, int) else count[0]]
+        del self.ids[self.before + (count if isinstance(count, int) else count[0]) :]
 
     def catch_up(self) -> None:
         """Trim the caches to the rows that are the ids' own, and run the model on the ids that have none yet."""
@@ -63,20 +63,22 @@ class LMContext:
         return drafts + [x for cache in self.caches if not cache.empty() for x in cache.state if x is not None]
 
 
+@dataclass(eq=False)
 class SmallLM(BaseDrafter):
     """A language model paired with a target of the same tokens. One conversation at a time.
 
     Its caches' lengths are the host's, so observing waits for counts that are still on the device: with lookahead, the
-    next round is issued once this one is done.
+    next round is issued once this one is done. `vocab_size` is the target's. Raises ValueError for a model whose caches
+    can't be trimmed.
     """
 
-    def __init__(self, model: nn.Module, vocab_size: int, max_width: int = MAX_WIDTH):
-        """`vocab_size` is the target's. Raises ValueError for a model whose caches can't be trimmed."""
-        if not can_trim_prompt_cache(_caches(model)):
-            raise ValueError(f"a {type(model).__module__} has caches that can't be trimmed: it can't be a drafter")
-        self.model = model
-        self.vocab_size = vocab_size
-        self.max_width = max_width
+    model: nn.Module
+    vocab_size: int
+    max_width: int = MAX_WIDTH
+
+    def __post_init__(self):
+        if not can_trim_prompt_cache(_caches(self.model)):
+            raise ValueError(f"a {type(self.model).__module__} has caches that can't be trimmed: it can't be a drafter")
 
     def new_context(self, batch: int = 1, start: int = 0) -> LMContext:
         """See `Drafter.new_context`. Raises ValueError for more than one sequence."""
@@ -86,13 +88,11 @@ class SmallLM(BaseDrafter):
 
     def observe(self, context: LMContext, tokens: mx.array, features: mx.array | None, count: int | mx.array) -> None:
         """See `Drafter.observe`; reads `count` if it is on the device. Raises ValueError for one outside 0..n."""
-        context.before = (len(context.ids), [])
+        context.before = len(context.ids)
         super().observe(context, tokens, features, count if isinstance(count, int) else count.item())
 
     def _observe(self, context: LMContext, tokens: mx.array, features: None, count: int) -> None:
-        newest = tokens[0].tolist()
-        context.before = (len(context.ids), newest)
-        context.ids += newest
+        context.ids += tokens[0].tolist()
         if len(context.ids) - len(context.rows) > _CHUNK:
             context.catch_up()
 
@@ -102,18 +102,15 @@ class SmallLM(BaseDrafter):
 
         def draw(slot: int, token: mx.array) -> Drawn:
             fed.append(token[0])
-            return policy.draft(self._widened(self.model(token, cache=context.caches)), slot)
+            logits = self.model(token, cache=context.caches)[..., : self.vocab_size]
+            # The tables of two sizes of a family may be padded differently.
+            if missing := self.vocab_size - logits.shape[-1]:
+                logits = mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=-mx.inf)
+            return policy.draft(logits, slot)
 
         tokens, q = one_by_one(anchor, slots, draw)
         context.drafts = mx.concatenate(fed)
         return Proposal(tokens, q)
-
-    def _widened(self, logits: mx.array) -> mx.array:
-        """Logits over the target's ids: the tables of two sizes of a family may be padded differently."""
-        missing = self.vocab_size - logits.shape[-1]
-        if missing <= 0:
-            return logits[..., : self.vocab_size]
-        return mx.pad(logits, [(0, 0), (0, 0), (0, missing)], constant_values=-mx.inf)
 
 
 def _caches(model: nn.Module) -> list:
@@ -128,19 +125,16 @@ def load_small_lm(path: Path, target: Any, dtype: mx.Dtype | None = None) -> Sma
     """
     if reasons := lm_reasons(read_config(path)):
         raise ValueError(f"the drafter in {path} can't serve this target: {'; '.join(reasons)}")
+    what = f"the language model in {path} has"
     tokens, wanted = _tokens(path), None if target.directory is None else _tokens(target.directory)
     if tokens and wanted and tokens != wanted:
         other = next(token for token in {**tokens, **wanted} if tokens.get(token) != wanted.get(token))
-        raise ValueError(
-            f"the language model in {path} has other tokens than the target: {other!r} is {tokens.get(other)} there, "
-            f"{wanted.get(other)} here"
-        )
+        there, here = tokens.get(other), wanted.get(other)
+        raise ValueError(f"{what} other tokens than the target: {other!r} is {there} there, {here} here")
     model, _ = load_target(path, dtype=dtype)
     if not (tokens and wanted) and model.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the language model in {path} has {model.vocab_size} tokens, the target {target.vocab_size}, and there is "
-            "no tokenizer.json that tells whether they are the same"
-        )
+        sizes = f"{model.vocab_size} tokens, the target {target.vocab_size}"
+        raise ValueError(f"{what} {sizes}, and there is no tokenizer.json that tells whether they are the same")
     return SmallLM(model.lm, target.vocab_size)
 
 

@@ -9,8 +9,8 @@ from specmlx.drafters.packaging import ARCHITECTURES, HEADS, SCALES, SELECTOR
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SIZES += ("head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias")
 _INPUTS = ("target_layer_ids", "mask_token_id")
+# The fields of a kind's own parts.
 _OWN = {DFLASH: (), DFLASH2: SELECTOR, DSPARK: HEADS}
-"""The fields of a kind's own parts."""
 
 
 def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from specmlx.cache.snapshots import Snapshot, restore, take
 from specmlx.cache.store import CHECKPOINT, TURN, PromptCache
 from specmlx.decoding.prefill import Checkpoints
 from specmlx.decoding.round import observe
-from specmlx.drafters.proposal import Drafter, Fingerprinted, Packable
+from specmlx.drafters.proposal import Drafter
 from specmlx.formats.header import entries, header_text, regular_size
 from specmlx.formats.sealed import format_of
 from specmlx.generation.chat_turns import Turns, keeps, stable
@@ -203,7 +203,7 @@ class Reuse:
         self.cache, self.model, self.ids, self._turns = cache, model, ids, turns
         self.namespace = model.fingerprint + (f" {kv_format.name}" if kv_format else "")
         self.snapshot = self._begun_with = snapshot = stack.enter_context(cache.find(self.namespace, ids))
-        self._drafter = drafter if isinstance(drafter, Fingerprinted) else None
+        self._drafter = drafter if hasattr(drafter, "fingerprint") else None
         if snapshot is None:
             self.conversation = Conversation(empty)
         else:
@@ -213,7 +213,7 @@ class Reuse:
         self.length = len(self.conversation.processed)
         if snapshot is not None and self._drafter is not None:
             context, packed = self._drafter.new_context(), snapshot.drafts.get(self._drafter.fingerprint)
-            if packed is not None and isinstance(context, Packable):
+            if packed is not None and hasattr(context, "unpack"):
                 context.unpack(packed)
                 self.conversation.draft = Draft(self._drafter, context, self.length)
 
@@ -232,7 +232,7 @@ class Reuse:
             packed, context = snapshot.drafts[name], self._drafter.new_context()
             features = mx.zeros((1, 2, model.config.hidden_size * len(self._drafter.tap_ids)), model.dtype)
             self._drafter.observe(context, mx.zeros((1, 2), dtype=mx.int32), features, 2)
-            if isinstance(context, Packable) and checks.packed_fits(packed, context.pack(), rows, model.vocab_size):
+            if hasattr(context, "unpack") and checks.packed_fits(packed, context.pack(), rows, model.vocab_size):
                 known[name] = packed
         return replace(snapshot, drafts=known)
 
@@ -271,7 +271,7 @@ class Reuse:
     def _put(self, conversation: Conversation, kind: int) -> None:
         name, packed, draft = None, None, conversation.draft
         if self._drafter is not None and draft is not None and draft.end == conversation.states.length:
-            if isinstance(draft.context, Packable):
+            if hasattr(draft.context, "unpack"):
                 name, packed = self._drafter.fingerprint, draft.context.pack()
         before = None if self.snapshot is None else self.snapshot.piece
         self.snapshot = self.cache.put(self.namespace, take(conversation, before, name, packed), kind)

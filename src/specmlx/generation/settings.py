@@ -25,7 +25,7 @@ from specmlx.decoding.round import OnProposal
 from specmlx.decoding.stats import Stats
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
-from specmlx.drafters.proposal import Drafter, Fingerprinted
+from specmlx.drafters.proposal import Drafter
 from specmlx.formats.cache import cache_directory
 from specmlx.formats.values import check, integer
 from specmlx.generation.chat_turns import Turns, turns
@@ -177,7 +177,7 @@ def check_width(drafter: Drafter | None, num_draft_tokens: int | str | None, rea
 def auto_length(model: Any, drafter: Drafter, *apart: str) -> AutoLength:
     """What chooses the number of drafted tokens for each round; what rounds take is kept `apart`."""
     # A drafter of the user's is known by its name: if it has changed, rounds contradict what was kept.
-    known = isinstance(drafter, Fingerprinted)
+    known = hasattr(drafter, "fingerprint")
     name = drafter.fingerprint if known else f"{type(drafter).__module__}.{type(drafter).__qualname__}"
     # Rounds take as long as the kernels that were chosen for them have it.
     pair = model.fingerprint, name, drafter.max_width, model.kernel_note, metal_factory() is not None, *apart

@@ -1,10 +1,10 @@
 """Which drafter `draft_model="auto"` takes where the target names none: of those on this machine."""
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from specmlx.drafters.config import is_language_model
-from specmlx.drafters.pairing import TargetSizes, check_pair
+from specmlx.drafters.pairing import check_pair
 from specmlx.formats.checkpoint import tensors_of
 from specmlx.loading.catalog import MTP, known_target
 from specmlx.loading.hub import DEMO, CachedRepo, base_models, cached_id, cached_repos, is_id
@@ -84,7 +84,7 @@ def has_mtp(path: Path) -> bool:
         return False
 
 
-def _fits(repo: CachedRepo, target: TargetSizes) -> bool:
+def _fits(repo: CachedRepo, target: Any) -> bool:
     try:
         return not is_language_model(repo.config) and not check_pair(target, repo.config)
     # Values of a stranger's config may be of any type.

@@ -10,9 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from specmlx.drafters.checkpoint import load_drafter
+from specmlx.drafters.checkpoint import load_drafter, load_mtp
 from specmlx.drafters.config import DrafterConfig, is_language_model
-from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.pairing import is_split_mtp
 from specmlx.drafters.written import plain_config
 from specmlx.formats.atomic import whole_directory

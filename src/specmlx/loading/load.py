@@ -12,9 +12,9 @@ import mlx.nn as nn
 from specmlx import __version__
 from specmlx.drafters import checkpoint as drafter_checkpoint
 from specmlx.drafters.block_drafter import BlockDrafter
+from specmlx.drafters.checkpoint import load_mtp
 from specmlx.drafters.config import is_language_model
 from specmlx.drafters.mtp import MTP as MTPDrafter
-from specmlx.drafters.mtp_checkpoint import load_mtp
 from specmlx.drafters.ngram import NGram
 from specmlx.drafters.pairing import check_pair, is_split_mtp
 from specmlx.drafters.proposal import Drafter

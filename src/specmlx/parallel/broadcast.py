@@ -15,7 +15,7 @@ from specmlx.decoding.policy import Policy
 from specmlx.decoding.processors import Processor
 from specmlx.decoding.rng import Noise
 from specmlx.decoding.sampling import Sampler
-from specmlx.drafters.proposal import Drafter, Fingerprinted
+from specmlx.drafters.proposal import Drafter
 
 ASKED = ("prompt", "sampling", "drafter", "width", "stop", "limits")
 """What processes compare before they generate."""
@@ -41,7 +41,7 @@ def what_is_asked(
     ours = [
         x if isinstance(x, (Sampler, Processor)) else type(x).__name__ for x in (policy.sampler, *policy.processors)
     ]
-    named = drafter.fingerprint if isinstance(drafter, Fingerprinted) else None
+    named = getattr(drafter, "fingerprint", None)
     found = (
         list(ids),
         [*ours, policy.seed],
