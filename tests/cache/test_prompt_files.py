@@ -18,9 +18,9 @@ from specmlx.cli import main
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.checkpoint import safetensors
 from specmlx.formats.sealed import load_sealed, save_sealed
-from specmlx.generation.generate import load_drafter, stream_generate
+from specmlx.generation.generate import stream_generate
 from specmlx.generation.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from specmlx.loading.load import load
+from specmlx.loading.load import load, load_drafter
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from specmlx.decoding.stats import Stats
 from specmlx.evaluation.trace import Recorder, Trace, TracedRound, TracedToken, read_trace, write_trace
 from specmlx.evaluation.view.charts import bars, lines, ticks
 from specmlx.evaluation.view.page import nbytes, page, seconds
-from specmlx.generation.generate import GenerationResponse
+from specmlx.generation.responses import GenerationResponse
 
 EVIL = "</span><script>window.bad = 1</script><img src=x onerror='window.bad = 2'>&lt;b&gt;"
 LONG = "word" * 60

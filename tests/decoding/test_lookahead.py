@@ -264,7 +264,7 @@ def test_a_conversation_is_taken_over_while_a_round_of_another_thread_is_under_w
     target, drafters, prompt, tokenizer = demo
 
     def text(start, pool, taken):
-        from specmlx.generation.generate import make_prompt_cache
+        from specmlx.generation.prompt_cache import make_prompt_cache
 
         cache = make_prompt_cache(target)
         tokens = stream_generate(target, tokenizer, start, 40, drafters["dspark"], prompt_cache=cache)

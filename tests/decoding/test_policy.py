@@ -334,7 +334,7 @@ def test_draws_leave_processors_and_others_samplers_to_draft():
     bias = make_logits_processors(logit_bias={3: 1.0})
     assert Policy(make_sampler(temp=0.7), bias).at(3).draws(1, 2, 40) is None
     assert Policy(lambda logprobs: mx.argmax(logprobs, axis=-1)).at(3).draws(1, 2, 40).noise is None
-    assert Policy().at(3).draws(1, 2, 40).q(mx.zeros((1, 2, 40))) is None
+    assert not Policy().at(3).draws(1, 2, 40).sampled
 
 
 @pytest.mark.parametrize("top_p", [0.0, 0.6, 0.95])

@@ -108,8 +108,13 @@ def test_without_drafted_tokens_every_row_sees_the_history_alone():
 
 def test_penalties_that_change_nothing_are_left_out():
     assert make_logits_processors(None, None, 20, 0, 20, 0.0) == [] == make_logits_processors({})
-    kinds = [type(p).__name__ for p in make_logits_processors({1: 1.0}, 1.1, 5, 0.2, 6, 0.3, 7)]
-    assert kinds == ["LogitBias", "RepetitionPenalty", "PresencePenalty", "FrequencyPenalty"]
+    bias, *penalties = make_logits_processors({1: 1.0}, 1.1, 5, 0.2, 6, 0.3, 7)
+    assert bias.bias == ((1, 1.0),)
+    assert [(p.kind, p.penalty, p.context_size) for p in penalties] == [
+        ("repetition", 1.1, 5),
+        ("presence", 0.2, 6),
+        ("frequency", 0.3, 7),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,9 @@ from scripted import ScriptedDrafter, all_right, all_wrong, right_with, wrong_at
 
 import specmlx
 from specmlx.decoding.sampling import make_sampler
-from specmlx.generation.generate import GenerationResponse, generate, stream_generate
+from specmlx.generation.generate import generate, stream_generate
 from specmlx.generation.prompt_cache import make_prompt_cache
+from specmlx.generation.responses import GenerationResponse
 
 PROMPTS = [[7, 8, 9] * 30, [4], [11, 12, 13], [20] * 70]
 

@@ -51,8 +51,9 @@ class Chat:
         self.sampling.check()
         self.request.kv_format()
         model, tokenizer = self.target.load(self.draft_model, self.drafting)
+        from specmlx.cache.store import PromptCache
         from specmlx.cli.dialogue import Dialogue
-        from specmlx.generation.generate import PromptCache, summary
+        from specmlx.generation.responses import summary
         from specmlx.generation.settings import check_width
 
         check_width(model.draft_model, self.request.num_draft_tokens, model.no_draft_reason)

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from specmlx.cache.store import PromptCache
 from specmlx.cli.template import Message, next_turn
-from specmlx.generation.generate import GenerationResponse, PromptCache, stream_generate
+from specmlx.generation.generate import stream_generate
+from specmlx.generation.responses import GenerationResponse
 
 
 class Dialogue:

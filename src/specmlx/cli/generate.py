@@ -69,9 +69,10 @@ class Generate:
             prompt = _read(self.prompt)
             target, conversation = _saved(self.prompt_cache_file, self.target)
             model, tokenizer = target.load(self.draft_model, self.drafting, group)
+            from specmlx import PromptCache, stream_generate
             from specmlx.evaluation import account
             from specmlx.evaluation.trace import Recorder, write_trace
-            from specmlx.generation.generate import PromptCache, stream_generate, summary
+            from specmlx.generation.responses import summary
 
             prompt_cache = conversation
             if self.prompt_cache_file and conversation is None:

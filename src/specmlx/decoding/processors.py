@@ -50,8 +50,13 @@ class LogitBias(Processor):
 
 @dataclass(frozen=True)
 class Penalty(Processor):
-    """A penalty on the tokens among the last context_size (0: all) before a row."""
+    """A penalty on the tokens among the last context_size (0: all) before a row.
 
+    kind: "repetition" divides positive and multiplies negative logits of tokens that occur (Keskar et al. 2019),
+    "presence" subtracts once from each of them, "frequency" once for each occurrence.
+    """
+
+    kind: str
     penalty: float
     context_size: int = 20
 
@@ -62,40 +67,21 @@ class Penalty(Processor):
         tokens = _windows(history, drafted, logits.shape[0], logits.shape[1], self.context_size)
         if tokens.shape[-1] == 0:
             return logits
+        valid = tokens >= 0
         # Padding repeats the row's newest token: the same value is written twice. Clipped since an id outside
         # the vocabulary, which the caller refuses later, would write into foreign memory now.
-        ids = mx.where(tokens >= 0, tokens, tokens[..., -1:])
-        return self._apply(logits, mx.clip(ids, 0, logits.shape[-1] - 1), tokens >= 0)
-
-    def _apply(self, logits, ids, valid):
-        """logits [B, T, V], ids [B, T, C]; valid [B, T, C] is False at padding. Returns [B, T, V]."""
+        ids = mx.clip(mx.where(valid, tokens, tokens[..., -1:]), 0, logits.shape[-1] - 1)
+        if self.kind == "frequency":
+            # One subtraction an occurrence, never count * penalty: in bfloat16 each of them rounds.
+            flat, ids = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1, ids.shape[-1])
+            amount = mx.where(valid.reshape(ids.shape), mx.array(self.penalty, logits.dtype), 0)
+            return flat.at[mx.arange(len(flat))[:, None], ids].subtract(amount).reshape(logits.shape)
         selected = mx.take_along_axis(logits, ids, axis=-1)
-        penalised = mx.where(valid[..., -1:], self._penalise(selected), selected)
-        return mx.put_along_axis(logits, ids, penalised, axis=-1)
-
-
-class RepetitionPenalty(Penalty):
-    """Divides positive and multiplies negative logits of repeated tokens (Keskar et al. 2019)."""
-
-    def _penalise(self, selected):
-        return mx.where(selected < 0, selected * self.penalty, selected / self.penalty)
-
-
-class PresencePenalty(Penalty):
-    """Subtracts the penalty once from every token that occurs."""
-
-    def _penalise(self, selected):
-        return selected - self.penalty
-
-
-class FrequencyPenalty(Penalty):
-    """Subtracts the penalty once for every occurrence of a token."""
-
-    def _apply(self, logits, ids, valid):
-        # One subtraction an occurrence, never count * penalty: in bfloat16 each of them rounds.
-        flat, ids = logits.reshape(-1, logits.shape[-1]), ids.reshape(-1, ids.shape[-1])
-        amount = mx.where(valid.reshape(ids.shape), mx.array(self.penalty, logits.dtype), 0)
-        return flat.at[mx.arange(len(flat))[:, None], ids].subtract(amount).reshape(logits.shape)
+        if self.kind == "presence":
+            penalised = selected - self.penalty
+        else:
+            penalised = mx.where(selected < 0, selected * self.penalty, selected / self.penalty)
+        return mx.put_along_axis(logits, ids, mx.where(valid[..., -1:], penalised, selected), axis=-1)
 
 
 def make_logits_processors(
@@ -117,25 +103,22 @@ def make_logits_processors(
         ids = [integer("a token of logit_bias", token) for token in logit_bias]
         values = [number(f"logit_bias of token {token}", value, -math.inf) for token, value in logit_bias.items()]
         processors.append(LogitBias(tuple(zip(ids, values, strict=True))))
-    for kind, name, penalty, size in (
-        (RepetitionPenalty, "repetition", repetition_penalty, repetition_context_size),
-        (PresencePenalty, "presence", presence_penalty, presence_context_size),
-        (FrequencyPenalty, "frequency", frequency_penalty, frequency_context_size),
+    for kind, penalty, size in (
+        ("repetition", repetition_penalty, repetition_context_size),
+        ("presence", presence_penalty, presence_context_size),
+        ("frequency", frequency_penalty, frequency_context_size),
     ):
-        size, least = integer(f"{name}_context_size", size, 0), 0 if kind is RepetitionPenalty else -MOST
-        if penalty is not None and number(f"{name}_penalty", penalty, least, hint="0 is off"):
-            processors.append(kind(float(penalty), size))
+        size, least = integer(f"{kind}_context_size", size, 0), 0 if kind == "repetition" else -MOST
+        if penalty is not None and number(f"{kind}_penalty", penalty, least, hint="0 is off"):
+            processors.append(Penalty(kind, float(penalty), size))
     return processors
 
 
 def _windows(history, drafted, batch, rows, size):
     """The last `size` tokens before each row, [B, T, C] int32; -1 where there are fewer."""
-    history = mx.broadcast_to(history.astype(mx.int32), (batch, history.shape[-1]))
-    known, new = history.shape[1], 0 if drafted is None else drafted.shape[1]
-    size = min(size, known + new) if size else known + new
-    tail = history[:, known - min(size, known) :]
-    tail = mx.concatenate([mx.full((batch, size - tail.shape[1]), -1, dtype=mx.int32), tail], axis=1)
-    if drafted is None:
-        return mx.broadcast_to(tail[:, None], (batch, rows, size))
-    tail = mx.concatenate([tail, drafted.astype(mx.int32)], axis=1)
-    return tail[:, mx.arange(rows)[:, None] + mx.arange(size)]
+    known, new = history.shape[-1], [] if drafted is None else [drafted.astype(mx.int32)]
+    ids = mx.concatenate([mx.broadcast_to(history.astype(mx.int32), (batch, known)), *new], axis=1)
+    size = min(size or ids.shape[1], ids.shape[1])
+    padded = mx.concatenate([mx.full((batch, size), -1, dtype=mx.int32), ids], axis=1)
+    ends = known + (mx.arange(rows) if new else mx.zeros(rows, dtype=mx.int32))
+    return padded[:, ends[:, None] + mx.arange(size)]

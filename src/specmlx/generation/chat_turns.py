@@ -3,11 +3,11 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 # Words that no template knows, and whose ends no template trims.
 _ASKED, _ANSWERED, _NEXT = "Qzasked", "Qzanswered", "Qznext"
-
 
 # Answers of each kind: plain ones, with space around, with thoughts that the prompt began, and with whole ones.
 _KINDS = {
@@ -45,10 +45,7 @@ def turns(tokenizer: Any) -> Turns:
     before, after = history.split(_ANSWERED, 1)
     common = os.path.commonprefix([asked, before])
     question = after.split(_NEXT, 1)[0]
-
-    def ids(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
+    ids = partial(tokenizer.encode, add_special_tokens=False)
     return Turns(ids(common), ids(question), kept) if common and question else Turns([], [], kept)
 
 

@@ -9,25 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specmlx.cache.quantized import KVFormat
-from specmlx.cache.store import PromptCache
 from specmlx.drafters.proposal import Drafter
 from specmlx.formats.printable import printable
-from specmlx.generation.prompt_cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 from specmlx.generation.responses import GenerationResponse, summary
 from specmlx.generation.scheduler import Scheduler
-from specmlx.loading.load import AUTO, load, load_drafter
-
-__all__ = [
-    "GenerationResponse",
-    "PromptCache",
-    "generate",
-    "load",
-    "load_drafter",
-    "load_prompt_cache",
-    "make_prompt_cache",
-    "save_prompt_cache",
-    "stream_generate",
-]
+from specmlx.loading.load import AUTO
 
 
 def stream_generate(

@@ -204,18 +204,16 @@ class Reuse:
         self.namespace = model.fingerprint + (f" {kv_format.name}" if kv_format else "")
         self.snapshot = self._begun_with = snapshot = stack.enter_context(cache.find(self.namespace, ids))
         self._drafter = drafter if hasattr(drafter, "fingerprint") else None
-        if snapshot is None:
-            self.conversation = Conversation(empty)
-        else:
+        self.conversation = Conversation(empty)
+        if snapshot is not None:
             if snapshot.from_file:
                 snapshot = self._checked(snapshot, empty)
             self.conversation = restore(snapshot, empty, len(ids) + _FEW)
-        self.length = len(self.conversation.processed)
-        if snapshot is not None and self._drafter is not None:
-            context, packed = self._drafter.new_context(), snapshot.drafts.get(self._drafter.fingerprint)
-            if packed is not None and hasattr(context, "unpack"):
+            packed = self._drafter and snapshot.drafts.get(self._drafter.fingerprint)
+            if packed and hasattr(context := self._drafter.new_context(), "unpack"):
                 context.unpack(packed)
-                self.conversation.draft = Draft(self._drafter, context, self.length)
+                self.conversation.draft = Draft(self._drafter, context, len(self.conversation.processed))
+        self.length = len(self.conversation.processed)
 
     def _checked(self, snapshot: Snapshot, empty: Any) -> Snapshot:
         """A file's snapshot, without a drafter's context that can't be one's. Raises ValueError for another model's."""
