@@ -89,14 +89,12 @@ class HeadedDrafter(BaseDrafter):
     shortlist: those rows of the head that it was shortened to.
     """
 
-    def __init__(
-        self, model: nn.Module, target: Target, tap_ids: tuple[int, ...], vocabulary: DraftVocabulary | None = None
-    ):
+    def __init__(self, model: nn.Module, target: Target, tap_ids: tuple[int, ...]):
         self.model, self.target, self.config = model, target, model.config
         self.tap_ids, self.features_size = tap_ids, len(tap_ids) * self.config.hidden_size
         self.vocab_size = self.config.vocab_size
-        self.vocabulary, self.head_dtype = vocabulary, None
-        self.shortlist: nn.Module | None = None
+        self.vocabulary: DraftVocabulary | None = None
+        self.head_dtype = self.shortlist = None
 
     @cached_property
     def fingerprint(self) -> str:

@@ -23,16 +23,15 @@ class Rotary:
     """
 
     def __init__(self, dims: int, rope: dict[str, Any], interleaved: bool = False):
-        self.dims, self.interleaved = dims, interleaved
-        self.factor, self._periods = attention_factor(rope), periods(rope, dims)
+        self.dims, self.pairs = dims, interleaved
+        self.factor, self.freqs = attention_factor(rope), periods(rope, dims)
 
     def __call__(self, x: mx.array, positions: mx.array) -> mx.array:
         """x `[B, T, H, D]` turned to `positions` `[B, T]` int32."""
         B, T, H, D = x.shape
         # Every row is a sequence of its own, so that it has an offset of its own; nothing is copied for that.
-        rows, offset = x.reshape(B * T, H, 1, D), positions.reshape(-1)
-        pairs, freqs = self.interleaved, self._periods
-        rows = mx.fast.rope(rows, self.dims, traditional=pairs, base=None, scale=1.0, offset=offset, freqs=freqs)
+        rows, at = x.reshape(B * T, H, 1, D), positions.reshape(-1)
+        rows = mx.fast.rope(rows, self.dims, traditional=self.pairs, base=None, scale=1.0, offset=at, freqs=self.freqs)
         return rows.reshape(B, T, H, D)
 
 

@@ -22,8 +22,8 @@ class BlockDrafter(HeadedDrafter):
 
     def __init__(self, model: BlockTrunk, target: Target, vocabulary: DraftVocabulary | None = None):
         config = model.config
-        super().__init__(model, target, config.target_layer_ids, vocabulary)
-        self.max_width, self.first_row = config.max_width, config.first_row
+        super().__init__(model, target, config.target_layer_ids)
+        self.vocabulary, self.max_width, self.first_row = vocabulary, config.max_width, config.first_row
         self.draft_window: int | None = DRAFT_WINDOW
         self._causal = {window: config.causal(window) for window in config.windows}
         if not (config.own_head or config.own_embedding):

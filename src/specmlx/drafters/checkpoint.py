@@ -207,8 +207,8 @@ def _quantize_as_stored(model: nn.Module, weights: dict[str, mx.array]) -> None:
         if packed is None or scales is None or not isinstance(module, nn.Linear | nn.Embedding | SwitchLinear):
             return False
         inputs, columns, groups = module.weight.shape[-1], packed.shape[-1] * 32, scales.shape[-1]
-        layouts = ((size, bits) for size in _SIZES for bits in _BITS)
-        size, bits = next(((s, b) for s, b in layouts if (s * groups, b * inputs) == (inputs, columns)), (0, 0))
+        fits = [(s, b) for s in _SIZES for b in _BITS if (s * groups, b * inputs) == (inputs, columns)]
+        size, bits = fits[0] if fits else (0, 0)
         mode = "affine" if size and f"{name}.biases" in weights else _MODES.get((size, bits))
         if mode is None:
             shapes = f"weight {list(packed.shape)}, scales {list(scales.shape)}"

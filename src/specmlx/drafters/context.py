@@ -64,8 +64,7 @@ class Rows:
         for name, value in vars(self).items():
             if isinstance(value, mx.array):
                 setattr(joined, name, _stacked([getattr(part, name) for part in parts]))
-        joined.max_length = max(part.max_length for part in parts)
-        joined.max_start = max(part.max_start for part in parts)
+        joined.max_length, joined.max_start = map(max, zip(*((p.max_length, p.max_start) for p in parts), strict=True))
         kvs = {i: merge([(part.kvs.get(i), len(part.length)) for part in parts]) for i in self.layers}
         joined.kvs = {i: kv for i, kv in kvs.items() if kv is not None}
         return joined
@@ -95,6 +94,7 @@ class Rows:
         key = self.layers[0]
         self.base, self.length = packed.get(f"{key}.base", self.base), packed[f"{key}.length"]
         self.start, self.max_length = self.length, self.length.item()
+        self.max_start = self.max_length
         layers = self.layers if self.max_length else ()
         self.kvs = {i: KV(packed[f"{i}.keys"], packed[f"{i}.values"]) for i in layers}
 

@@ -1,6 +1,7 @@
 """DFlash 2: DFlash's block with convolutions in its layers, and a selector that joins the slots to a path."""
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -56,9 +57,7 @@ class ConvLayer(Layer):
         self.mlp_conv = DynamicConv(config)
 
     def __call__(self, x: mx.array, positions: mx.array, join: Join, mask: mx.array) -> mx.array:
-        def attention(u: mx.array) -> mx.array:
-            return self.self_attn(u, positions, join, mask)
-
+        attention = partial(self.self_attn, positions=positions, join=join, mask=mask)
         h = x + self.attention_conv(self.input_layernorm(x), attention)
         return h + self.mlp_conv(self.post_attention_layernorm(h), self.mlp)
 

@@ -27,9 +27,8 @@ class MTPHead(nn.Module):
 
     def rows(self, embeddings: mx.array, hidden: mx.array) -> mx.array:
         """The layer's input `[B, T, D]` from the next tokens' embeddings and normed rows of target or head."""
-        return self.fc(
-            mx.concatenate([self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)], axis=-1)
-        )
+        normed = [self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)]
+        return self.fc(mx.concatenate(normed, axis=-1))
 
 
 class MTPContext(Rows):

@@ -13,10 +13,8 @@ from specmlx.targets.hybrid import Model
 
 TOKENS = 64
 # In the form that the models with such heads are trained on.
-_QUESTION = (
-    "<|im_start|>user\nPlease write a class Trip in Python that has map and lamp and picture.<|im_end|>\n"
-    "<|im_start|>assistant\n"
-)
+_QUESTION = "<|im_start|>user\nPlease write a class Trip in Python that has map and lamp and picture.<|im_end|>\n"
+_QUESTION += "<|im_start|>assistant\n"
 _SCALES = (0.125, 0.25, 0.5, 1.0)
 # Of the text's tokens, how many a head has to guess for its norms to be told.
 _LEAST = 0.125

@@ -8,8 +8,6 @@ from specmlx.drafters.base import MAX_WIDTH, BaseDrafter
 from specmlx.drafters.context import Rows
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 
-# How many of the last tokens are compared.
-LONGEST = 8
 _STEP = 256
 
 
@@ -39,7 +37,7 @@ class NGram(BaseDrafter):
     """
 
     max_width: int = MAX_WIDTH
-    longest: int = LONGEST
+    longest: int = 8
     fingerprint = "ngram"
 
     def new_context(self, batch: int = 1, start: int = 0) -> NGramContext:

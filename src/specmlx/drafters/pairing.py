@@ -31,15 +31,13 @@ def check_pair(target_config: Any, drafter_config: dict[str, Any] | DrafterConfi
     except ValueError as error:
         return [str(error)]
     layers, vocab = target_config.num_hidden_layers, target_config.vocab_size
-    hidden, mask = target_config.hidden_size, config.mask_token_id
+    hidden, mask, depth = target_config.hidden_size, config.mask_token_id, config.num_target_layers
     # The last layer's output is never a tap: Hugging Face's hidden_states end with it normed, so nobody
     # trains on it.
     outside = [tap for tap in config.target_layer_ids if not 0 <= tap < layers - 1]
     reasons = {
         f"hidden size: the drafter's is {config.hidden_size}, the target's {hidden}": config.hidden_size != hidden,
-        f"layers: the drafter wants a target of {config.num_target_layers}, this one has {layers}": (
-            config.num_target_layers not in (None, layers)
-        ),
+        f"layers: the drafter wants a target of {depth}, this one has {layers}": depth not in (None, layers),
         f"taps: the drafter taps layers {outside}, the target's can be 0 to {layers - 2} (of {layers})": outside,
         f"vocabulary: the drafter's is {config.vocab_size}, the target's {vocab}": config.vocab_size != vocab,
         f"mask token: the drafter's id is {mask}, the target's vocabulary {vocab}": not 0 <= mask < vocab,

@@ -62,8 +62,9 @@ class DraftSettings:
             if (value := getattr(self, name)) is not None:
                 integer(name, value, 1)
         if self.draft_quantize not in (None, NONE, *QUANTIZATIONS):
-            known = ", ".join((*QUANTIZATIONS, NONE))
-            raise ValueError(f"draft_quantize is {self.draft_quantize!r}: it must be one of {known}")
+            raise ValueError(
+                f"draft_quantize is {self.draft_quantize!r}: it must be one of {', '.join(QUANTIZATIONS)}, {NONE}"
+            )
         if self.draft_vocab_file and self.draft_vocab is None:
             raise ValueError(f"draft_vocab_file is {self.draft_vocab_file}, but draft_vocab says no number of tokens")
 

@@ -140,8 +140,7 @@ def load_small_lm(path: Path, target: Any, dtype: mx.Dtype | None = None) -> Sma
 
 def _tokens(directory: Path) -> dict[str, int] | None:
     """The ids of all tokens, from tokenizer.json; None where there is none or it has no such table."""
-    file = directory / "tokenizer.json"
-    if not file.exists():
+    if not (file := directory / "tokenizer.json").exists():
         return None
     text = read_small(file)
     try:

@@ -9,6 +9,7 @@ from specmlx.drafters.packaging import ARCHITECTURES, HEADS, SCALES, SELECTOR
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SIZES += ("head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias")
 _INPUTS = ("target_layer_ids", "mask_token_id")
+_CALIBRATED = "confidence_temperatures"
 # The fields of a kind's own parts.
 _OWN = {DFLASH: (), DFLASH2: SELECTOR, DSPARK: HEADS}
 
@@ -21,7 +22,7 @@ def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any
     architecture = "Qwen3DSparkModel" if parsed.frozen_copies else ARCHITECTURES[parsed.kind]
     architecture = {GEMMA4: "Gemma4DSparkModel", QWEN35: "Qwen35DSparkModel"}.get(parsed.family, architecture)
     nested = [*_INPUTS, "sample_from_anchor", "rope_is_neox_style", "draft_vocab_size", *SCALES, *_OWN[parsed.kind]]
-    nested += ["confidence_temperatures"] if parsed.kind == DSPARK else []
+    nested += [_CALIBRATED] if parsed.kind == DSPARK else []
     windows = {window for window in parsed.windows if window}
     if len(windows) > 1:
         raise ValueError(f"the drafter's layers have windows {sorted(windows)}: one config.json can't say that")
@@ -47,15 +48,15 @@ def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any
     return plain
 
 
-def zlab_config(config: DrafterConfig) -> dict[str, Any]:
-    """A config.json for a DFlash or DFlash 2 drafter as z-lab writes it."""
+def publishers_config(config: DrafterConfig, anchors: int = 0) -> dict[str, Any]:
+    """A config.json as z-lab writes it for DFlash and DFlash 2, DeepSpec for DSpark; `anchors` is its num_anchors."""
+    spark = config.kind == DSPARK
+    header = {"architectures": ["Qwen3DSparkModel" if spark else ARCHITECTURES[config.kind]], "dtype": "bfloat16"}
+    header |= _layers(config) | _fields(config, "rope_theta", "num_target_layers", "block_size")
+    if spark:
+        return header | {"num_anchors": anchors} | _fields(config, *_INPUTS, *HEADS)
     nested = _fields(config, *_INPUTS, *SCALES, *_OWN[config.kind])
-    return _header(config, ARCHITECTURES[config.kind]) | {"is_causal": config.is_causal, "dflash_config": nested}
-
-
-def deepspec_config(config: DrafterConfig, anchors: int) -> dict[str, Any]:
-    """The same for a DSpark drafter as DeepSpec writes it; `anchors` is its num_anchors."""
-    return _header(config, "Qwen3DSparkModel") | {"num_anchors": anchors} | _fields(config, *_INPUTS, *HEADS)
+    return header | {"is_causal": config.is_causal, "dflash_config": nested}
 
 
 def speculators_config(config: DrafterConfig, verifier: str, architectures: list[str]) -> dict[str, Any]:
@@ -66,8 +67,7 @@ def speculators_config(config: DrafterConfig, verifier: str, architectures: list
         "dtype": "bfloat16",
         "speculators_model_type": config.kind,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
-        **_fields(config, "block_size", "mask_token_id", "sample_from_anchor", "confidence_temperatures"),
-        **_fields(config, *_OWN[config.kind]),
+        **_fields(config, "block_size", "mask_token_id", "sample_from_anchor", *_OWN[config.kind], _CALIBRATED),
         "draft_vocab_size": config.vocab_size,
         "target_hidden_size": None,
         "sliding_window_non_causal": config.is_causal is False,
@@ -86,11 +86,6 @@ def _fields(config: DrafterConfig, *names: str) -> dict[str, Any]:
     """Those of the fields that aren't None, as JSON has them."""
     found = {name: getattr(config, name) for name in names}
     return {name: [*x] if isinstance(x, tuple) else x for name, x in found.items() if x is not None}
-
-
-def _header(config: DrafterConfig, architecture: str) -> dict[str, Any]:
-    sizes = _fields(config, "rope_theta", "num_target_layers", "block_size")
-    return {"architectures": [architecture], "dtype": "bfloat16", **_layers(config), **sizes}
 
 
 def _layers(config: DrafterConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from specmlx.drafters.base import logits_of
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig
 from specmlx.drafters.packaging import SCALES
-from specmlx.drafters.written import deepspec_config, speculators_config, zlab_config
+from specmlx.drafters.written import publishers_config, speculators_config
 from specmlx.formats.atomic import write_atomically
 from specmlx.formats.checkpoint import read_config, safetensors
 from specmlx.targets.any_lm import AnyLM
@@ -50,15 +50,13 @@ def export(
     """
     check_export(drafter.config, packaging)
     weights = dict(tree_flatten(drafter.model.parameters()))
-    if packaging == ZLAB:
-        config = zlab_config(drafter.config)
-    elif packaging == DEEPSPEC:
-        config = deepspec_config(drafter.config, anchors)
+    config = publishers_config(drafter.config, anchors)
+    if packaging == DEEPSPEC:
         # Dense, whatever they are packed in.
         eye = mx.eye(target.config.hidden_size, dtype=target.dtype)
         weights["embed_tokens.weight"] = target.embed_tokens(mx.arange(target.config.vocab_size))
         weights["lm_head.weight"] = logits_of(target.head, eye).T
-    else:
+    elif packaging == SPECULATORS:
         architectures = [] if target.directory is None else read_config(target.directory).get("architectures", [])
         config = speculators_config(drafter.config, verifier, architectures)
     out.mkdir(parents=True, exist_ok=True)

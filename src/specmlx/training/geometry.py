@@ -5,7 +5,7 @@ from typing import Any
 
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, DrafterConfig, default_taps
 from specmlx.drafters.packaging import ARCHITECTURES, HEADS
-from specmlx.drafters.written import zlab_config
+from specmlx.drafters.written import publishers_config
 from specmlx.targets.any_lm import LMConfig
 from specmlx.targets.config import HybridConfig
 
@@ -88,7 +88,7 @@ def grown(config: DrafterConfig) -> dict[str, Any]:
     """
     if len(causal := {config.causal(window) for window in config.windows}) > 1:
         raise ValueError("some of its layers are causal, others not: it can't become a dflash2 drafter")
-    found = zlab_config(replace(config, kind=DFLASH2, is_causal=causal.pop(), **_selector(config.hidden_size)))
+    found = publishers_config(replace(config, kind=DFLASH2, is_causal=causal.pop(), **_selector(config.hidden_size)))
     # Trained in float32.
     del found["dtype"]
     return found
