@@ -82,8 +82,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    attention: type[Attention] = Attention
-    mlp_kind: type[nn.Module] = GatedMLP
+    attention, mlp_kind = Attention, GatedMLP
 
     def __init__(self, config: DrafterConfig):
         super().__init__()

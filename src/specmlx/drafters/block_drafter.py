@@ -20,6 +20,8 @@ SLACK = 256
 class BlockDrafter(HeadedDrafter):
     """A trunk paired with its target."""
 
+    trunk: type[BlockTrunk] = BlockTrunk
+
     def __init__(self, model: BlockTrunk, target: Target, vocabulary: DraftVocabulary | None = None):
         config = model.config
         super().__init__(model, target, config.target_layer_ids)

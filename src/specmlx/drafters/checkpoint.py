@@ -12,11 +12,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from specmlx.drafters.base import DraftVocabulary
-from specmlx.drafters.block import BlockTrunk
 from specmlx.drafters.block_drafter import BlockDrafter, DFlash
 from specmlx.drafters.config import DFLASH, DFLASH2, DSPARK, QWEN35, DrafterConfig
-from specmlx.drafters.dflash2 import DFlash2, DFlash2Trunk
-from specmlx.drafters.dspark import DSpark, DSparkTrunk
+from specmlx.drafters.dflash2 import DFlash2
+from specmlx.drafters.dspark import DSpark
 from specmlx.drafters.mtp import MTP, MTPHead
 from specmlx.drafters.mtp_norms import settle_norms
 from specmlx.drafters.pairing import check_pair, is_split_mtp, mtp_reasons
@@ -60,8 +59,13 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
     weights = {_NAME.fullmatch(name)[1]: weight for name, weight in read_weights(path).items()}
     if is_scaled(weights):
         weights = read_scaled(weights, config)
-    if parsed.frozen_copies:
-        weights = {name: weight for name, weight in weights.items() if not _is_copy(name, weight, parsed)}
+    copied = [name for name in weights if parsed.frozen_copies and name.split(".")[0] in TABLES.values()]
+    for name in copied:
+        # A quantized copy has as many rows, but narrower ones.
+        shape, dims = [parsed.vocab_size, parsed.hidden_size], 1 if parsed.quantization else 2
+        if [*weights[name].shape[:dims]] != shape[:dims]:
+            raise ValueError(f"{name} is {list(weights[name].shape)}, no copy of the target's {shape} table")
+        del weights[name]
     if parsed.family == QWEN35:
         # Cast first: 1 + w has fewer digits than w.
         weights |= {name: w.astype(dtype or w.dtype) + 1 for name, w in weights.items() if name.endswith("norm.weight")}
@@ -77,21 +81,8 @@ def load_drafter(path: str | Path, target: Target, dtype: mx.Dtype | None = None
 
 def build(config: DrafterConfig, target: Target, vocabulary: DraftVocabulary | None = None) -> BlockDrafter:
     """A drafter with random weights, as training begins with."""
-    kinds = {DSPARK: (DSpark, DSparkTrunk), DFLASH2: (DFlash2, DFlash2Trunk), DFLASH: (DFlash, BlockTrunk)}
-    drafter, trunk = kinds[config.kind]
-    return drafter(trunk(config), target, vocabulary)
-
-
-def _is_copy(name: str, weight: mx.array, config: DrafterConfig) -> bool:
-    """Whether it is a part of a copy of the target's table. Raises ValueError for one of another size."""
-    if not name.startswith(tuple(f"{table}." for table in TABLES.values())):
-        return False
-    expected = (config.vocab_size, config.hidden_size)
-    # A quantized copy has as many rows, but narrower ones.
-    dims = 1 if config.quantization else 2
-    if weight.shape[:dims] != expected[:dims]:
-        raise ValueError(f"{name} is {list(weight.shape)}, no copy of the target's {list(expected)} table")
-    return True
+    kind = {DSPARK: DSpark, DFLASH2: DFlash2, DFLASH: DFlash}[config.kind]
+    return kind(kind.trunk(config), target, vocabulary)
 
 
 def _vocabulary(weights: dict[str, mx.array], config: DrafterConfig, path: Path) -> DraftVocabulary | None:
@@ -134,8 +125,7 @@ def load_mtp(path: str | Path, target: Model, dtype: mx.Dtype | None = None) -> 
     if files:
         # Its norms are w: llama.cpp's converter writes them so. All is computed in float32, unless it is cast.
         weights = head_weights(parts, config, MTPHead(HybridConfig.from_dict(config)))
-        wide = {name: w.astype(mx.float32) if mx.issubdtype(w.dtype, mx.floating) else w for name, w in weights.items()}
-        return build_mtp(wide, config, target, files[0], dtype)
+        return build_mtp(weights, config, target, files[0], dtype or mx.float32)
     weights = read_weights(path)
     named = {_MTP.sub("", name, count=1): w for name, w in weights.items() if _MTP.match(name)}
     if not named and not is_split_mtp(config):

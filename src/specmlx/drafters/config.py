@@ -11,7 +11,6 @@ DFLASH, DFLASH2, DSPARK = "dflash", "dflash2", "dspark"
 QWEN3, QWEN35, GEMMA4 = "qwen3", "qwen3_5", "gemma4"
 QWEN35_DSPARK = ["Qwen35DSparkModel"]
 SLIDING, FULL = "sliding_attention", "full_attention"
-MARKOV_HEADS = ("vanilla", "gated", "rnn")
 DSPARK_NAMES = (["Qwen3DSparkModel"], QWEN35_DSPARK, GEMMA4_DSPARK, ["DSparkDraftModel"], ["Lfm2DSparkDraftModel"])
 # How mlx names its own; the others are told by the tensors (see `formats.scaled`).
 QUANTIZATIONS = ("modelopt", "compressed-tensors", "fp8", "nvfp4")
@@ -138,8 +137,8 @@ class DrafterConfig:
             raise ValueError(f"selector_top_k is {k}: the vocabulary has {vocab}")
         if (slots := block if found["sample_from_anchor"] else block - 1) < 1:
             raise ValueError(f"block_size {block} is too small: it proposes block_size - 1 tokens")
-        if (head := found["markov_head_type"]) not in MARKOV_HEADS:
-            raise ValueError(f"markov_head_type is {shown(head)}: specmlx knows {', '.join(MARKOV_HEADS)}")
+        if (head := found["markov_head_type"]) not in ("vanilla", "gated", "rnn"):
+            raise ValueError(f"markov_head_type is {shown(head)}: specmlx knows vanilla, gated, rnn")
         temperatures = read(both, "confidence_temperatures", [float], None, above=0)
         if temperatures is not None and len(temperatures) < slots:
             raise ValueError(f"confidence_temperatures has {len(temperatures)} numbers: there are {slots} slots")

@@ -106,7 +106,7 @@ class DFlash2(BlockDrafter):
     candidates' scores after the token drawn before, which is its q: every other id has the logit -inf.
     """
 
-    model: DFlash2Trunk
+    trunk = DFlash2Trunk
 
     def _propose(self, context: Context, anchor: mx.array, slots: int, policy: DraftPolicy) -> Proposal:
         selector, hidden = self.model.candidate_selector, self.slots_hidden(context, anchor, slots)

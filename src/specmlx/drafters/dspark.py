@@ -78,12 +78,11 @@ class Gemma4Attention(Attention):
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        self.eps = config.rms_norm_eps
         self.scale = 1.0
 
     def _keys_values(self, projected: list[mx.array], positions: mx.array) -> tuple[mx.array, mx.array]:
         keys, values = super()._keys_values(projected, positions)
-        return keys, mx.fast.rms_norm(values, None, self.eps)
+        return keys, mx.fast.rms_norm(values, None, self.k_norm.eps)
 
 
 class Gemma4MLP(MLP):
@@ -93,10 +92,7 @@ class Gemma4MLP(MLP):
 
 
 class Gemma4Layer(Layer):
-    """A layer of Gemma 4's own (DeepSpec's Gemma4DSparkModel) around the drafter's keys.
-
-    Norms before and after each half, and a scale of the whole.
-    """
+    """Gemma 4's layer (DeepSpec's Gemma4DSparkModel): norms before and after each half, and a scale of the whole."""
 
     attention, mlp_kind = Gemma4Attention, Gemma4MLP
 
@@ -128,7 +124,7 @@ class DSpark(BlockDrafter):
     Slot k's logits are head(h_k) plus the Markov head's bias of the token before it.
     """
 
-    model: DSparkTrunk
+    trunk = DSparkTrunk
     markov_top_k: int | None = None
     """Of how many of a slot's best tokens the Markov head's bias is computed; the others are not drafted."""
 

@@ -9,9 +9,8 @@ from specmlx.drafters.packaging import ARCHITECTURES, HEADS, SCALES, SELECTOR
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 _SIZES += ("head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias")
 _INPUTS = ("target_layer_ids", "mask_token_id")
-_CALIBRATED = "confidence_temperatures"
 # The fields of a kind's own parts.
-_OWN = {DFLASH: (), DFLASH2: SELECTOR, DSPARK: HEADS}
+_OWN = {DFLASH: (), DFLASH2: SELECTOR, DSPARK: (*HEADS, "confidence_temperatures")}
 
 
 def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any]:
@@ -22,7 +21,6 @@ def plain_config(parsed: DrafterConfig, config: dict[str, Any]) -> dict[str, Any
     architecture = "Qwen3DSparkModel" if parsed.frozen_copies else ARCHITECTURES[parsed.kind]
     architecture = {GEMMA4: "Gemma4DSparkModel", QWEN35: "Qwen35DSparkModel"}.get(parsed.family, architecture)
     nested = [*_INPUTS, "sample_from_anchor", "rope_is_neox_style", "draft_vocab_size", *SCALES, *_OWN[parsed.kind]]
-    nested += [_CALIBRATED] if parsed.kind == DSPARK else []
     windows = {window for window in parsed.windows if window}
     if len(windows) > 1:
         raise ValueError(f"the drafter's layers have windows {sorted(windows)}: one config.json can't say that")
@@ -67,7 +65,7 @@ def speculators_config(config: DrafterConfig, verifier: str, architectures: list
         "dtype": "bfloat16",
         "speculators_model_type": config.kind,
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
-        **_fields(config, "block_size", "mask_token_id", "sample_from_anchor", *_OWN[config.kind], _CALIBRATED),
+        **_fields(config, "block_size", "mask_token_id", "sample_from_anchor", *_OWN[config.kind]),
         "draft_vocab_size": config.vocab_size,
         "target_hidden_size": None,
         "sliding_window_non_causal": config.is_causal is False,
