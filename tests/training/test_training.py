@@ -13,7 +13,7 @@ from rig import TINY, tiny, tokens
 from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.training.loop import Schedule, train
-from specmlx.training.losses import DraftLoss, draft_loss, sample_anchors, slot_losses
+from specmlx.training.losses import DraftLoss, draft_loss, sample_anchors
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
@@ -142,7 +142,7 @@ def test_the_loss_of_a_slot_changes_with_the_tokens_that_it_may_see_and_no_other
     # Row j has another token at j; the last row has none.
     rows = mx.where(mx.eye(LENGTH + 2, LENGTH + 1, dtype=mx.bool_), (text + 7) % 89, text)
     weights = mx.broadcast_to(mx.arange(LENGTH) >= 3, (len(rows), LENGTH)).astype(mx.float32)
-    values, counts, _ = slot_losses(drafter, target, terms)(
+    values, counts = draft_loss(drafter, target, terms, reduce=False)(
         drafter.model, rows, weights, mx.broadcast_to(mx.array(anchors, dtype=mx.int32), (len(rows), len(anchors)))
     )
     assert mx.all(counts > 0).item()

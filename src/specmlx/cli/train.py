@@ -104,8 +104,8 @@ class Train:
         )
         run = Run(model, tokenizer, rows, settings, self.out, self.resume, self.export)
         note(
-            f"{settings.kind} drafter, {run.parameters / 1e6:.2f} M parameters; {len(run.learned)} rows to learn from, "
-            f"{len(run.kept)} held out; checkpoints in {run.folder}"
+            f"{run.drafter.config.kind} drafter, {run.parameters / 1e6:.2f} M parameters; "
+            f"{len(run.learned)} rows to learn from, {len(run.kept)} held out; checkpoints in {run.folder}"
         )
         _learn(run)
         with status("decoding held-out prompts"):

@@ -1,6 +1,7 @@
 """Which drafters were published for which targets, with their acceptance length where a source states one."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +39,8 @@ class KnownTarget:
 
 def billions(name: str) -> float | None:
     """Billions of parameters that a name like Qwen3.8-27B states; None where it states none."""
-    for part in name.rpartition("/")[2].replace("_", "-").split("-"):
-        if part[-1:] in "bB" and part[:-1].replace(".", "", 1).isdigit():
-            return float(part[:-1])
-    return None
+    found = re.search(r"(?:^|[-_])(\d+(?:\.\d+)?)[bB](?:[-_]|$)", name.rpartition("/")[2])
+    return float(found[1]) if found else None
 
 
 KNOWN = tuple(

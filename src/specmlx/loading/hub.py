@@ -112,10 +112,10 @@ def cached_id(path: Path) -> str | None:
 
 def base_models(path: Path) -> list[str]:
     """The ids that a README.md names as `base_model` in its front matter; none where it has none."""
-    from huggingface_hub import ModelCard
-
     if not (file := path / "README.md").is_file():
         return []
+    from huggingface_hub import ModelCard
+
     with file.open(encoding="utf-8", errors="replace") as stream:
         text = stream.read(1 << 16)
     try:

@@ -109,9 +109,9 @@ def inspect_tensors(name: str, config: dict[str, Any], tensors: dict[str, Entry]
     what, kind, geometry = TARGET, "unknown", {}
     with _asked(questions):
         what, kind, geometry = _read(config, tensors, questions)
-    groups = _groups({name: entry.nbytes for name, entry in tensors.items()})
-    form, nbytes = packaging(config, tensors), _per_pass(groups, config, what)
-    return Inspection(name, what, kind, form, files, nbytes, groups, geometry, questions)
+    sizes = {name: entry.nbytes for name, entry in tensors.items()}
+    groups, nbytes = _groups(sizes, config, what)
+    return Inspection(name, what, kind, packaging(config, tensors), files, nbytes, groups, geometry, questions)
 
 
 def packaging(config: dict[str, Any], tensors: dict[str, Entry]) -> str:
@@ -180,36 +180,34 @@ def _picked(config: Any, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def _groups(sizes: dict[str, int]) -> dict[str, Group]:
+def _groups(sizes: dict[str, int], config: dict[str, Any], what: str) -> tuple[dict[str, Group], int]:
+    """Tensors by what they are for, from their bytes by name; and the bytes that a pass over one row reads of them.
+
+    Of the embedding only rows are read, unless it is the head too; vision and MTP weights are not.
+    """
     found: dict[str, list[int]] = {group: [] for group in (*GROUPS, OTHERS)}
     for name, nbytes in sizes.items():
         found[next((group for group, pattern in GROUPS.items() if re.search(pattern, name)), OTHERS)].append(nbytes)
-    return {group: Group(len(sizes), sum(sizes)) for group, sizes in found.items() if sizes}
-
-
-def _per_pass(groups: dict[str, Group], config: dict[str, Any], what: str) -> int:
-    """Of the embedding only rows are read, unless it is the head too; vision and MTP weights are not."""
+    groups = {group: Group(len(each), sum(each)) for group, each in found.items() if each}
     experts, used = ({**config, **_text(config)}.get(name) for name in ("num_experts", "num_experts_per_tok"))
     share = used / experts if type(experts) is int and type(used) is int and experts > 0 else 1.0
     unread = {VISION, MTP} | (set() if what == TARGET and "head" not in groups else {EMBEDDING})
     read = {name: group.bytes for name, group in groups.items() if name not in unread}
-    return sum(round(nbytes * share) if name == EXPERTS else nbytes for name, nbytes in read.items())
+    return groups, sum(round(nbytes * share) if name == EXPERTS else nbytes for name, nbytes in read.items())
 
 
 def _inspect_gguf(path: Path, files: list[Path]) -> Inspection:
     parts, questions = [read_gguf(file) for file in files if file.exists()], []
     tensors = {name: info for part in parts for name, info in part.tensors.items()}
     heads = tuple(f"blk.{i}." for i in blocks(tensors)[1])
-    groups = _groups(
-        {f"{'mtp.' * name.startswith(heads)}{name}": info.end - info.start for name, info in tensors.items()}
-    )
+    sizes = {f"{'mtp.' * name.startswith(heads)}{name}": info.end - info.start for name, info in tensors.items()}
     config, geometry = {}, {}
     with _asked(questions):
         _, config = planned(read_parts(files))
         geometry = _sizes(config, config["model_type"] in MODEL_TYPES) | ({"mtp": True} if heads else {})
         with tokenizer_files(path):
             pass
-    kinds = sorted({info.kind for info in tensors.values()})
     kind = str(parts[0].metadata.get("general.architecture")) if parts else "unknown"
-    form, nbytes = f"GGUF, {', '.join(kinds)}", _per_pass(groups, config, TARGET)
+    form = f"GGUF, {', '.join(sorted({info.kind for info in tensors.values()}))}"
+    groups, nbytes = _groups(sizes, config, TARGET)
     return Inspection(str(path), TARGET, kind, form, len(files), nbytes, groups, geometry, questions)

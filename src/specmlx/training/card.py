@@ -33,17 +33,17 @@ def finish(run: Run, arguments: Sequence[str], data: str, verifier: str) -> str:
 
 
 def _card(run: Run, total: Acceptance, arguments: Sequence[str], data: str) -> str:
-    s = run.settings
+    s, kind = run.settings, run.drafter.config.kind
     sampling = f"temperature {s.temp}, seed {s.seed}" if s.temp else "greedy"
     versions = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
     begun = f", begun with {s.init}" if s.init else ""
     machine = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     return f"""---
 library_name: mlx
-tags: [speculative-decoding, {s.kind}]
+tags: [speculative-decoding, {kind}]
 ---
 
-# {s.kind} drafter
+# {kind} drafter
 
 Guesses tokens for the target that it was trained on, which checks every one of them: text does not change.
 

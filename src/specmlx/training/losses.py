@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,7 +18,7 @@ from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.attention import Attention
 from specmlx.targets.hybrid import Model
 
-LossFunction = Callable[..., tuple[mx.array, dict[str, mx.array]]]
+LossFunction = Callable[..., tuple[mx.array, Any]]
 
 
 class Slots(NamedTuple):
@@ -113,31 +113,19 @@ def sample_anchors(weights: np.ndarray, count: int, rng: np.random.Generator) ->
 
 
 def draft_loss(
-    drafter: BlockDrafter, target: Model | AnyLM, terms: DraftLoss, grad_checkpoint: bool = False
+    drafter: BlockDrafter, target: Model | AnyLM, terms: DraftLoss, grad_checkpoint: bool = False, reduce: bool = True
 ) -> LossFunction:
-    """The loss of `drafter.model`: the weighted mean of what `slot_losses` gives, and its figures."""
-    values = slot_losses(drafter, target, terms, grad_checkpoint)
+    """The loss of `drafter.model` on tokens `[B, L + 1]`, weights `[B, L]` and anchors `[B, N]`; the target is frozen.
 
-    def loss(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
-        value, counts, figures = values(model, tokens, weights, anchors)
-        return _weighted_mean(value, counts), figures
-
-    return loss
-
-
-def slot_losses(
-    drafter: BlockDrafter, target: Model | AnyLM, terms: DraftLoss, grad_checkpoint: bool = False
-) -> Callable[..., tuple[mx.array, mx.array, dict[str, mx.array]]]:
-    """Losses and weights `[B, N, S]` of the slots of `drafter.model`, and figures; the target is frozen.
-
-    They are a function of the model, tokens `[B, L + 1]`, weights `[B, L]` and anchors `[B, N]`. The anchor at a opens
-    a block at positions a..a + block - 1, which sees the taps of rows before a and itself. Slots are supervised as far
-    as the answer goes without a break. `tau` is 1 plus the mean count of leading slots that hit the target's own
-    argmax, on the data's text. grad_checkpoint: gradients run each layer again instead of keeping what it computed.
+    It is the weighted mean over slots, with figures, or without `reduce` each slot's loss and weight `[B, N, S]`. The
+    anchor at a opens a block at positions a..a + block - 1, which sees the taps of rows before a and itself. Slots are
+    supervised as far as the answer goes without a break. `tau` is 1 plus the mean count of leading slots that hit the
+    target's own argmax, on the data's text. grad_checkpoint: gradients run each layer again instead of keeping what it
+    computed.
     """
     config = drafter.config
 
-    def values(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
+    def loss(model: BlockTrunk, tokens: mx.array, weights: mx.array, anchors: mx.array):
         target_logits, features = target.scored(tokens[:, :-1], drafter.tap_ids)
         target_logits, features = mx.stop_gradient(target_logits.astype(mx.float32)), mx.stop_gradient(features)
         slots = slots_of(tokens, weights, anchors, config.max_width)
@@ -155,9 +143,10 @@ def slot_losses(
         if config.kind == DFLASH2:
             loss_of_choice, guesses = _choice(model.candidate_selector, h, logits, slots.previous, best)
             value = value + terms.selector * loss_of_choice
-        return value, terms.weights(slots), {"tau": slots.tau(guesses == best)}
+        counts = terms.weights(slots)
+        return (_weighted_mean(value, counts), {"tau": slots.tau(guesses == best)}) if reduce else (value, counts)
 
-    return values
+    return loss
 
 
 def _block_rows(

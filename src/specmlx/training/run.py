@@ -96,7 +96,7 @@ class Run:
                 (self.folder / name).unlink(missing_ok=True)
         self.answers = Answers(model, tokenizer, self.folder / ANSWERS, s)
         self.batches = Batches(self.answers, self.learned, s)
-        self.loss = draft_loss(self.drafter, model, LOSSES[s.kind], s.grad_checkpoint)
+        self.loss = draft_loss(self.drafter, model, LOSSES[self.drafter.config.kind], s.grad_checkpoint)
 
     @property
     def parameters(self) -> int:

@@ -34,9 +34,3 @@ class Settings:
     checkpoint_every: int = option(100, least=1, metavar="STEPS")
     data: str = ""
     target: str = ""
-
-    @property
-    def kind(self) -> str:
-        from specmlx.drafters.config import DrafterConfig
-
-        return DrafterConfig.from_dict(self.config).kind
