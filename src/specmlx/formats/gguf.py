@@ -3,7 +3,6 @@
 import itertools
 import math
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,79 +40,57 @@ class TensorInfo(NamedTuple):
     size: int
 
 
-@dataclass(frozen=True)
 class GGUF:
-    """What the header says: metadata and tensors by name."""
+    """What the header of a file says: `metadata`, and `tensors` by name."""
 
-    path: Path
-    metadata: dict[str, Any]
-    tensors: dict[str, TensorInfo]
-
-    def blocks(self, name: str) -> np.ndarray:
-        """A tensor's bytes `[blocks, bytes of a block]`, mapped."""
-        info = self.tensors[name]
-        return np.memmap(self.path, np.uint8, "r", info.start, (info.end - info.start,)).reshape(-1, info.size)
-
-
-def read_gguf(path: Path) -> GGUF:
-    """The header of a file. Raises ValueError, one line with the file's name, for what is no whole GGUF file."""
-    size = regular_size(path)
-    try:
-        with path.open("rb") as stream:
-            return _Reader(stream, size).read(path)
-    except (ValueError, OverflowError, UnicodeDecodeError, struct.error) as error:
-        raise ValueError(f"{path} is no whole GGUF file: {' '.join(str(error).split())[:200]}") from None
-
-
-class _Reader:
-    def __init__(self, stream: Any, size: int):
-        self.stream, self.size, self.at = stream, size, 0
-
-    def read(self, path: Path) -> GGUF:
+    def __init__(self, path: Path, stream: Any, size: int):
+        self.path, self._stream, self._size, self._at = path, stream, size, 0
         if self._bytes(4) != b"GGUF":
             raise ValueError("it does not begin with GGUF")
         if (version := self._number("I")) not in (2, 3):
             raise ValueError(f"its version is {version}, not 2 or 3")
         tensors, pairs = self._number("Q"), self._number("Q")
         # A tensor's entry takes at least 24 bytes, a pair 13.
-        if tensors * 24 + pairs * 13 > self.size:
-            raise ValueError(f"{self.size} bytes can't hold {tensors} tensors and {pairs} pairs")
-        metadata: dict[str, Any] = {}
+        if tensors * 24 + pairs * 13 > self._size:
+            raise ValueError(f"{self._size} bytes can't hold {tensors} tensors and {pairs} pairs")
+        self.metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            if (key := self._name()) in metadata:
+            if (key := self._name()) in self.metadata:
                 raise ValueError(f"it has two values of {key}")
-            metadata[key] = self._value(self._number("I"))
+            self.metadata[key] = self._value(self._number("I"))
         entries = [self._entry() for _ in range(tensors)]
-        align = metadata.get("general.alignment", 32)
-        if type(align) is not int or not 1 <= align <= self.size or align & (align - 1):
+        align = self.metadata.get("general.alignment", 32)
+        if type(align) is not int or not 1 <= align <= self._size or align & (align - 1):
             raise ValueError(f"its alignment is {align!r}")
-        return GGUF(path, metadata, self._placed(entries, -(-self.at // align) * align, align))
-
-    def _placed(self, entries: list, start: int, align: int) -> dict[str, TensorInfo]:
-        tensors: dict[str, TensorInfo] = {}
+        start = -(-self._at // align) * align
+        self.tensors: dict[str, TensorInfo] = {}
         for name, shape, (kind, values, size), offset in entries:
             if shape[-1] % values:
                 raise ValueError(f"tensor {name} is {list(shape)}: {kind} comes in rows of {values}")
             first = start + offset
             end = first + math.prod(shape) // values * size
-            if offset % align or end > self.size:
-                raise ValueError(f"tensor {name} would lie at {first} to {end} of {self.size} bytes: it may be cut")
-            if name in tensors:
+            if offset % align or end > self._size:
+                raise ValueError(f"tensor {name} would lie at {first} to {end} of {self._size} bytes: it may be cut")
+            if name in self.tensors:
                 raise ValueError(f"it has two tensors named {name}")
-            tensors[name] = TensorInfo(kind, shape, first, end, size)
-        spans = sorted((info.start, info.end, name) for name, info in tensors.items())
+            self.tensors[name] = TensorInfo(kind, shape, first, end, size)
+        spans = sorted((info.start, info.end, name) for name, info in self.tensors.items())
         for (_, end, one), (begin, _, other) in itertools.pairwise(spans):
             if begin < end:
                 raise ValueError(f"tensors {one} and {other} overlap")
-        return tensors
+
+    def blocks(self, name: str) -> np.ndarray:
+        """A tensor's bytes `[blocks, bytes of a block]`, mapped."""
+        info = self.tensors[name]
+        return np.memmap(self.path, np.uint8, "r", info.start, (info.end - info.start,)).reshape(-1, info.size)
 
     def _entry(self) -> tuple[str, tuple[int, ...], tuple[str, int, int], int]:
         name, axes = self._name(), self._number("I")
         if not 1 <= axes <= 4:
             raise ValueError(f"tensor {name[:80]} has {axes} axes")
         shape = tuple(self._number("Q") for _ in range(axes))[::-1]
-        if not 1 <= math.prod(shape) <= 8 * self.size:
-            raise ValueError(f"tensor {name[:80]} is {list(shape)}, which {self.size} bytes can't hold")
+        if not 1 <= math.prod(shape) <= 8 * self._size:
+            raise ValueError(f"tensor {name[:80]} is {list(shape)}, which {self._size} bytes can't hold")
         if (kind := self._number("I")) not in TYPES:
             raise ValueError(f"tensor {name} has type {kind}, which is none that is known")
         return name, shape, TYPES[kind], self._number("Q")
@@ -146,9 +123,19 @@ class _Reader:
         return struct.unpack(f"<{form}", self._bytes(struct.calcsize(f"<{form}")))[0]
 
     def _bytes(self, length: int) -> bytes:
-        self.at += length
-        if self.at > self.size:
-            raise ValueError(f"it ends at {self.size} bytes, in the middle of its header")
-        if self.at > _MOST:
+        self._at += length
+        if self._at > self._size:
+            raise ValueError(f"it ends at {self._size} bytes, in the middle of its header")
+        if self._at > _MOST:
             raise ValueError(f"its header has more than {_MOST} bytes: no model's is so large")
-        return self.stream.read(length)
+        return self._stream.read(length)
+
+
+def read_gguf(path: Path) -> GGUF:
+    """The header of a file. Raises ValueError, one line with the file's name, for what is no whole GGUF file."""
+    size = regular_size(path)
+    try:
+        with path.open("rb") as stream:
+            return GGUF(path, stream, size)
+    except (ValueError, OverflowError, UnicodeDecodeError, struct.error) as error:
+        raise ValueError(f"{path} is no whole GGUF file: {' '.join(str(error).split())[:200]}") from None

@@ -109,9 +109,8 @@ def rotary_dims(rope: dict[str, Any], head_dim: int) -> int:
     share = read(rope, "partial_rotary_factor", float, 1.0, above=0, most=1)
     dims = head_dim if rope["rope_type"] == "proportional" else int(head_dim * share)
     if dims < 2 or dims % 2:
-        raise ValueError(
-            f"partial_rotary_factor is {share}: it must be a share of head_dim {head_dim} of 2, 4, 6 … dims"
-        )
+        fits = f"a share of head_dim {head_dim} of 2, 4, 6 … dims"
+        raise ValueError(f"partial_rotary_factor is {share}: it must be {fits}")
     return dims
 
 

@@ -257,8 +257,7 @@ def _attach(
 
 def _dtype(dtype: mx.Dtype | str | None) -> mx.Dtype | None:
     known = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-    if dtype is None or dtype in known.values():
-        return dtype
-    if dtype not in known:
+    found = known.get(dtype, dtype)
+    if found is not None and found not in known.values():
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(known)}")
-    return known[dtype]
+    return found

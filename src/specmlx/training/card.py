@@ -38,6 +38,13 @@ def _card(run: Run, total: Acceptance, arguments: Sequence[str], data: str) -> s
     versions = ", ".join(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
     begun = f", begun with {s.init}" if s.init else ""
     machine = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
+    measured = "Not measured: no prompt was held out."
+    if total.prompts:
+        slots = ", ".join(f"{share:.2f}" for share in total.slots())
+        measured = f"""Measured by decoding {total.prompts} held-out prompts ({sampling}, full width):
+  **{total.sums.acceptance_length:.2f} tokens per pass** of the target (τ);
+  slots kept where those before them were: {slots};
+  {total.identical} of {total.prompts} texts identical to plain decoding's."""
     return f"""---
 library_name: mlx
 tags: [speculative-decoding, {kind}]
@@ -50,18 +57,8 @@ Guesses tokens for the target that it was trained on, which checks every one of 
 - Data: {data}, {len(run.learned)} rows learned, {len(run.kept)} held out; answers are the target's own ({sampling}).
 - Training: {s.steps} steps of {s.batch_size * s.accumulate} sequences, {s.anchors} blocks of each, peak rate
   {s.learning_rate}{begun}.
-- {_measured(total, sampling)}
+- {measured}
 - Made with specmlx {__version__}, {versions}, {machine}:
 
       specmlx {shlex.join(arguments)}
 """
-
-
-def _measured(total: Acceptance, sampling: str) -> str:
-    if not total.prompts:
-        return "Not measured: no prompt was held out."
-    slots = ", ".join(f"{share:.2f}" for share in total.slots())
-    return f"""Measured by decoding {total.prompts} held-out prompts ({sampling}, full width):
-  **{total.sums.acceptance_length:.2f} tokens per pass** of the target (τ);
-  slots kept where those before them were: {slots};
-  {total.identical} of {total.prompts} texts identical to plain decoding's."""
