@@ -29,11 +29,12 @@ NUMBERS, IN_A_ROW, MOST_SECONDS, STABLE, CALM = (1, 3, 4, 7, 15), 3, 5.0, 0.97, 
 LONG, TOO_DEAR, TOO_CHEAP, OLD = 8, math.log(0.8), math.log(1.5), 64
 # What is thought before anything is known: a slot's chance to be kept, and what rounds take.
 CHANCE, GUESS = 0.9, {0: 1.0, 1: 1.12, 15: 1.4}
-# The pair's average counts for so many trials of a request's, which remembers so many, and moves so far to a request's.
-# Behind a proposal that was kept whole, the next slot's chance comes so much nearer to 1.
-FIRST, MEMORY, SHARE, HOPE = 4, 12, 0.5, 0.05
-# What a probe finds counts as much as so many trials before; probes take this share of plain decoding's time.
-KNOWN, PROBES = 2, 0.015
+# The pair's average counts for so many trials of a request's, which remembers so many, and moves so far to that of a
+# request with enough drafts. Behind a proposal that was kept whole, the next slot's chance comes so much nearer to 1.
+FIRST, MEMORY, SHARE, ENOUGH, HOPE = 8, 16, 0.5, 4, 0.05
+# All that was counts for so many trials beside what a probe finds, and as little for a new pair. Probes take this share
+# of plain decoding's time; after drafting that paid they come after so many rounds, twice as many, and so on.
+KNOWN, PROBES, SOON = 2, 0.015, 8
 
 _UNSAVED: dict[Path, "Curve"] = {}
 
@@ -58,10 +59,7 @@ class FixedLength:
         return self.most
 
     def observed(self, n: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
-        """A round of `n` drafted tokens kept `accepted` of them and took `seconds` (None where that is unknown).
-
-        others: what was kept of other sequences' proposals in the same round.
-        """
+        """A round of `n` drafted tokens kept `accepted`, of other sequences' `others`, in `seconds` (None: unknown)."""
 
 
 @dataclass
@@ -93,8 +91,8 @@ class Curve:
     def due(self) -> bool:
         """Whether it has to be measured, or measured again.
 
-        Rounds that are quicker than it says show that it was made in a bad hour. Slower ones, a machine that was not
-        calm, or no number that could pay may be for now only: then after 1, 2, 4, … answers; else, after 64, 128, ….
+        Quicker rounds than it says: it was made in a bad hour. Slower ones, a machine that was not calm, or no number
+        that could pay may be for now only: then after 1, 2, 4, … answers; else after 64, 128, ….
         """
         long = [drift for drift, rounds in zip(self.drift, self.rounds, strict=True) if rounds >= LONG]
         if not self.seconds or min(long, default=0) < TOO_DEAR:
@@ -139,16 +137,18 @@ class AutoLength(FixedLength):
     def __init__(self, most: int, curve: Curve | None = None, file: Path | None = None, row_share: float = 0.0):
         """`file` is where the curve is kept between processes; it may be missing, and may be deleted."""
         self.most, self.row_share, self.file, self.curve = most, row_share, file, curve or Curve.load(file)
-        self.costs, known = self.curve.costs(most), self.curve.survival[:most] or [CHANCE]
+        self.costs, self._trials = self.curve.costs(most), [FIRST if self.curve.survival else KNOWN] * most
+        known = self.curve.survival[:most] or [CHANCE]
         self.curve.survival = known + known[-1:] * (most - len(known))
-        self.survival, self._trials = [*self.curve.survival], [FIRST] * most
+        self.survival, self._soon = [*self.curve.survival], math.inf
         self.context = self._drafted = self.wait = 0
 
     def keep(self) -> None:
         """The request is over: write what was learnt to the file."""
-        share, pairs = SHARE * min(1.0, self._drafted / FIRST), zip(self.curve.survival, self.survival, strict=True)
-        self.curve.survival = [before + share * (found - before) for before, found in pairs]
         self.curve.answers += 1
+        share = max(SHARE, 1 / self.curve.answers) * min(1.0, self._drafted / ENOUGH)
+        pairs = zip(self.curve.survival, self.survival, strict=True)
+        self.curve.survival = [before + share * (found - before) for before, found in pairs]
         if self.file and self.curve.seconds:
             self.curve.save(self.file)
 
@@ -160,17 +160,18 @@ class AutoLength(FixedLength):
         # 1 + s1 + s1 s2 + …, where s_k is slot k's chance.
         tokens = list(accumulate([1.0, *accumulate(self.survival, mul)]))
         best = max(range(1, self.most + 1), key=lambda n: tokens[n] / costs[n])
-        self.reason, self.wait = None, self.wait - 1
-        if tokens[best] <= costs[best]:
+        pays = tokens[best] > costs[best]
+        self.reason, self.wait, self._soon = None, self.wait - 1, SOON if pays else self._soon
+        if not pays:
             self.reason = (
                 f"drafting does not pay now: at best, a round with {best} drafted token{'s' * (best > 1)} takes "
                 f"{costs[best]:.2f} times a plain one for about {tokens[best]:.2f} tokens"
             )
             if self.wait >= 0 or all(n + 1 <= each for n, each in enumerate(costs) if n):
                 return 0
-            self._trials, best = [KNOWN] * self.most, 1
-        self.wait = math.ceil((costs[1] - 1) / PROBES)
-        return best
+            self._trials, self._soon = [KNOWN] * self.most, 2 * self._soon
+        self.wait = min(self._soon, math.ceil((costs[1] - 1) / PROBES))
+        return best if pays else 1
 
     def observed(self, n: int, accepted: int, seconds: float | None, others: Sequence[int] = ()) -> None:
         """See `FixedLength.observed`."""
@@ -193,7 +194,7 @@ class Measurement(FixedLength):
 
     def __init__(self, length: AutoLength, clock: Callable[[], float] = time.perf_counter):
         self.length, self.most, self.done, self._clock = length, length.most, False, clock
-        numbers = dict.fromkeys([0, self.most, *(n for n in NUMBERS if n < self.most)])
+        numbers = [0, self.most, *(n for n in NUMBERS if n < self.most)]
         self._turn = [n for n in numbers for _ in range(IN_A_ROW)]
         self._next, self._rounds, self._samples, self._best, self._last = cycle(self._turn), 0, [], {}, -1
         self._begin = self._at = clock()
@@ -210,15 +211,15 @@ class Measurement(FixedLength):
         self._last, self._rounds, late = n, self._rounds + 1, self._at > self._begin + MOST_SECONDS
         if self.done or not (late or self._rounds % len(self._turn) == 0):
             return
-        found = {n: sorted(each for m, each in self._samples if m == n) for n in self._turn}
-        before, best = self._best, {n: each[0] for n, each in found.items() if each}
+        found = {n: sorted(each for m, each in self._samples if m == n) for n in {n for n, _ in self._samples}}
+        before, best = self._best, {n: each[0] for n, each in found.items()}
         self.done, self._best = late or all(each > STABLE * before.get(n, math.inf) for n, each in best.items()), best
         if self.done and len(best) > 1 and 0 in best:
             # An accident only makes rounds longer: none takes more than a wider one, or, by rows, than a narrower one.
             least = {n: min(best[m] for m in best if m >= n) for n in sorted(best)}
             for n in least:
                 least[n] = min([least[n], *(least[m] * (n + 1) / (m + 1) for m in least if 0 < m < n)])
-            calm = all(each[len(each) // 2] < CALM * each[0] for each in found.values() if each)
+            calm = all(each[len(each) // 2] < CALM * each[0] for each in found.values())
             curve = self.length.curve
             self.length.curve = Curve(least, curve.survival, calm, measured=curve.measured + 1)
             self.length.costs = self.length.curve.costs(self.most)
