@@ -194,8 +194,7 @@ class Measurement(FixedLength):
 
     def __init__(self, length: AutoLength, clock: Callable[[], float] = time.perf_counter):
         self.length, self.most, self.done, self._clock = length, length.most, False, clock
-        numbers = [0, self.most, *(n for n in NUMBERS if n < self.most)]
-        self._turn = [n for n in numbers for _ in range(IN_A_ROW)]
+        self._turn = [n for n in dict.fromkeys((0, self.most, *NUMBERS)) if n <= self.most for _ in range(IN_A_ROW)]
         self._next, self._rounds, self._samples, self._best, self._last = cycle(self._turn), 0, [], {}, -1
         self._begin = self._at = clock()
 
