@@ -20,9 +20,7 @@ DEMO = "demo"
 DTYPES = ("float32", "float16", "bfloat16")
 JSON = "Print one JSON object."
 DRAFT_MODEL = option(
-    "auto",
-    "Drafter; auto takes what the target names, none decodes plainly.",
-    metavar="auto|none|mtp|ngram|PATH_OR_ID",
+    "auto", "Drafter; auto takes what the target names, none decodes plainly.", metavar="auto|none|mtp|ngram|PATH_OR_ID"
 )
 PROMPTS = option(None, "A file, one a line.", type=FILE)
 BITS = option(
@@ -72,9 +70,7 @@ class ModelFlags:
     """Which target, and how it is loaded."""
 
     model: str = option(
-        DEMO,
-        "Target: a directory, a Hub id (owner/name, or owner/name@revision), or demo.",
-        metavar="PATH_OR_ID",
+        DEMO, "Target: a directory, a Hub id (owner/name, or owner/name@revision), or demo.", metavar="PATH_OR_ID"
     )
     dtype: str | None = option(None, "Instead of the files' own.", type=click.Choice(DTYPES))
     adapter_path: str | None = option(None, "LoRA or DoRA adapters, mlx-lm's or PEFT's.", metavar="DIR")
@@ -183,9 +179,7 @@ class RequestFlags:
     max_tokens: int = option(100, "Most tokens of an answer; -1 is no limit.", names=("-m",))
     prefill_step_size: int = option(2048, "Prompt tokens per step, rounded up to a multiple of 64.")
     max_kv_size: int | None = option(
-        None,
-        "Most tokens of a conversation; default: the model's positions. What is longer is refused.",
-        metavar="N",
+        None, "Most tokens of a conversation; default: the model's positions. What is longer is refused.", metavar="N"
     )
     kv_bits: int | str | None = option(None, "Keys and values in 2 to 8 bits, or int8.", metavar="N|int8")
     kv_group_size: int = option(64, "Elements that share a scale.")

@@ -70,9 +70,7 @@ class Train:
     seed: int = option(0)
     chat_template_config: dict[str, Any] | None = like(TemplateFlags, "chat_template_config")
     export: tuple[str, ...] = option(
-        (),
-        "Also write OUT/export-NAME in the form of another engine; may be repeated.",
-        type=click.Choice(PACKAGINGS),
+        (), "Also write OUT/export-NAME in the form of another engine; may be repeated.", type=click.Choice(PACKAGINGS)
     )
     plot: Path | None = plot_option("Draw the curves to a .png or .svg.")
 
