@@ -11,18 +11,9 @@ from typing import Any
 import click
 
 from specmlx.cli.flags import command, like, report, written
-from specmlx.cli.options import (
-    DEMO,
-    DRAFT_MODEL,
-    JSON,
-    PROMPTS,
-    ModelFlags,
-    RequestFlags,
-    TemplateFlags,
-    plot_option,
-    prompt_lines,
-)
+from specmlx.cli.options import DEMO, DRAFT_MODEL, JSON, PROMPTS, ModelFlags, RequestFlags, plot_option, prompt_lines
 from specmlx.cli.tables import table
+from specmlx.cli.template import TemplateFlags
 from specmlx.cli.terminal import note
 from specmlx.formats.values import option
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from specmlx.cli.flags import command, like, written
-from specmlx.cli.options import DRAFT_MODEL, DraftFlags, ModelFlags, RequestFlags, TemplateFlags
+from specmlx.cli.options import DRAFT_MODEL, DraftFlags, ModelFlags, RequestFlags
 from specmlx.cli.sampling import SamplingFlags
+from specmlx.cli.template import TemplateFlags
 from specmlx.cli.terminal import handled, note, prefill_status, say, show_status, stdout
 from specmlx.formats.values import option
 

@@ -1,7 +1,5 @@
 """`specmlx demo-export`: the demo pair as a model directory."""
 
-import click
-
 from specmlx.cli.flags import argument, command
 from specmlx.cli.options import BITS, DTYPES, GROUP_SIZE
 from specmlx.cli.terminal import say
@@ -13,7 +11,7 @@ class DemoExport:
     """Write the demo pair to a new DIRECTORY that specmlx and mlx_lm load."""
 
     directory: str = argument()
-    dtype: str = option("float32", type=click.Choice(DTYPES))
+    dtype: str = option("float32", type=DTYPES)
     bits: str | None = BITS
     group_size: str = GROUP_SIZE
 

@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from specmlx.cli.flags import command, like, report
-from specmlx.cli.options import DRAFT_MODEL, JSON, ModelFlags, RequestFlags, TemplateFlags
+from specmlx.cli.options import DRAFT_MODEL, JSON, ModelFlags, RequestFlags
 from specmlx.cli.sampling import SamplingFlags
 from specmlx.cli.tables import table
+from specmlx.cli.template import TemplateFlags
 from specmlx.cli.terminal import show_status
 from specmlx.formats.values import option
 

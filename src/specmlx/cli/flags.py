@@ -25,8 +25,9 @@ _RANGES = {int: click.IntRange, float: click.FloatRange}
 def command(json_help: str | None = None) -> Callable[[type], click.Command]:
     """Make a dataclass of a class and a command of that, whose method `run` returns False for exit code 1.
 
-    A field made by `option` or `argument` is one, of the type that its annotation says. A field that is a dataclass
-    stands for those of its own fields that are made so; its default has theirs. Examples come last in the help.
+    A field made by `option` or `argument` is one, of its annotation's type or one of the choices `type`. A field that
+    is a dataclass stands for those of its own fields that are made so; its default has theirs. Examples come last in
+    the help.
 
     json_help: the help of --json, for a command that prints by `report`.
     """
@@ -97,11 +98,13 @@ def _options(group: Any) -> list[Field]:
 
 
 def _parameter(field: Field, default: Any) -> click.Parameter:
-    """An option or argument. Types: bool is a flag, and with None two; of a tuple there may be several."""
+    """An option or argument. Types: bool is a flag, or two; of a tuple there may be several."""
     name, attrs, args = field.name, dict(field.metadata), get_args(field.type)
     kinds = [kind for kind in args or [field.type] if kind not in (NoneType, ...)]
     names = [name, f"--{name.replace('_', '-')}", *attrs.pop("names", ())]
     several = args[1:] == (...,)
+    if isinstance(attrs.get("type"), tuple):
+        attrs["type"] = click.Choice(attrs["type"])
     if name in CHECKS:
         attrs = {"callback": _checked} | attrs
     if "least" in attrs:

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+import mlx.core as mx
 
 from specmlx.cli.flags import as_json, command, written
 from specmlx.cli.launched import joined
-from specmlx.cli.options import DEMO, DRAFT_MODEL, DraftFlags, ModelFlags, RequestFlags, TemplateFlags
+from specmlx.cli.options import DEMO, DRAFT_MODEL, DraftFlags, ModelFlags, RequestFlags
 from specmlx.cli.sampling import SamplingFlags
+from specmlx.cli.template import TemplateFlags
 from specmlx.cli.terminal import note, prefill_status, say
 from specmlx.formats.values import option
 
@@ -64,9 +66,7 @@ class Generate:
         self.sampling.check()
         kv_format = self.request.kv_format()
         with joined() as group:
-            if group is not None:
-                _check_together(self.prompt, self.prompt_cache_file)
-            prompt = _read(self.prompt)
+            prompt = self._prompt(group)
             target, conversation = _saved(self.prompt_cache_file, self.target)
             model, tokenizer = target.load(self.draft_model, self.drafting, group)
             from specmlx import PromptCache, stream_generate
@@ -80,32 +80,27 @@ class Generate:
                 prompt_cache.load(self.prompt_cache_file, model.fingerprint)
             for token in self.extra_eos_token:
                 _add_stop_token(tokenizer, token, model.vocab_size)
-            _warm_up(model, tokenizer, self.request.num_draft_tokens)
+            ids = self.template.ids(tokenizer, prompt, self.prefill_response, suffix=conversation is not None)
+            sampling, number = self.sampling.options(tokenizer), self.request.num_draft_tokens
+            if mx.default_device() == mx.cpu:
+                # mlx compiles fused kernels with the system's compiler, once per machine: seconds that are no decoding.
+                for _ in stream_generate(model, tokenizer, [0, 0], 2, num_draft_tokens=number, calibrate=False):
+                    pass
+            text, tokens, response, shown = "", [], None, []
             # One file of all processes is enough.
             recorder = Recorder() if self.trace and (group is None or group.rank() == 0) else None
-            text, tokens, response, notes = "", [], None, []
-            for response in stream_generate(
-                model,
-                tokenizer,
-                self.template.ids(tokenizer, prompt, self.prefill_response, suffix=conversation is not None),
-                stop=self.stop,
-                prompt_cache=prompt_cache,
-                prompt_progress_callback=prefill_status,
-                profile=self.profile,
-                **self.sampling.options(tokenizer),
-                **asdict(self.request),
-            ):
+            options = sampling | asdict(self.request) | {"stop": self.stop, "profile": self.profile}
+            options |= {"prompt_cache": prompt_cache, "prompt_progress_callback": prefill_status}
+            for response in stream_generate(model, tokenizer, ids, **options):
                 if not tokens:
                     if _defaulted("prompt"):
-                        notes.append(f'no --prompt (- reads stdin), so this one is answered: "{prompt}"')
-                    where = "" if group is None else f" in {group.size()} processes"
-                    notes.append(
-                        f"{target.model}{where}: {_mode(model, self.request.num_draft_tokens, response.stats)}"
-                    )
+                        shown.append(f'no --prompt (- reads stdin), so this one is answered: "{prompt}"')
+                    where = f" in {group.size()} processes" if group else ""
+                    shown.append(f"{target.model}{where}: {_mode(model, number, response.stats)}")
                     # mlx.launch forwards both outputs by pipes of their own: what is said now would land in the answer.
                     if self.verbose and group is None:
-                        note("\n".join(notes))
-                        notes = []
+                        note("\n".join(shown))
+                        shown = []
                 tokens.append(response.token)
                 text += response.text
                 if recorder:
@@ -114,7 +109,7 @@ class Generate:
                     say(response.text, nl=False)
             say(json.dumps(_object(text, tokens, response)) if as_json() else "")
             if self.verbose:
-                note("\n".join([*notes, summary(response)]))
+                note("\n".join([*shown, summary(response)]))
             if self.profile:
                 note(_phases(response.stats.phases))
             if recorder:
@@ -123,12 +118,21 @@ class Generate:
                 write_trace(self.trace, recorder.trace(target.model, drafter, prompt, moved))
                 note(f"{self.trace}: specmlx view {self.trace} makes a page of it")
 
-
-def _check_together(prompt: str, prompt_cache_file: str | None) -> None:
-    if prompt == "-":
-        raise ValueError("--prompt - can't be used in several processes: mlx.launch leaves their standard input open")
-    if prompt_cache_file is not None:
-        raise ValueError("--prompt-cache-file can't be used in several processes, which keep a part each")
+    def _prompt(self, group: Any) -> str:
+        """The prompt's text. Raises ValueError for an empty one, and for flags that several processes can't honour."""
+        if group and self.prompt == "-":
+            raise ValueError(
+                "--prompt - can't be used in several processes: mlx.launch leaves their standard input open"
+            )
+        if group and self.prompt_cache_file is not None:
+            raise ValueError("--prompt-cache-file can't be used in several processes, which keep a part each")
+        if self.prompt == "-":
+            prompt = sys.stdin.read().removesuffix("\n")
+        else:
+            prompt = self.prompt.replace("\\n", "\n").replace("\\t", "\t")
+        if not prompt.strip():
+            raise ValueError("the prompt is empty: give --prompt a text")
+        return prompt
 
 
 def _defaulted(option: str) -> bool:
@@ -143,8 +147,8 @@ def _mode(model: Any, num_draft_tokens: int | str, stats: Any) -> str:
     drafter, most = type(model.draft_model).__name__, model.draft_model.max_width
     if num_draft_tokens == "auto":
         return f"{drafter} drafts 0 (plain decoding) to {most} tokens a pass, whatever is fastest"
-    width = most if isinstance(num_draft_tokens, str) else num_draft_tokens
-    return f"speculative decoding with {drafter}, up to {width} drafted tokens a pass{why}"
+    number = most if isinstance(num_draft_tokens, str) else num_draft_tokens
+    return f"speculative decoding with {drafter}, up to {number} drafted tokens a pass{why}"
 
 
 def _phases(phases: dict[str, float]) -> str:
@@ -156,17 +160,6 @@ def _phases(phases: dict[str, float]) -> str:
     return "\n".join(["decoding by phase, each waited for (without --profile they overlap):", *lines, share])
 
 
-def _warm_up(model: Any, tokenizer: Any, num_draft_tokens: int | str) -> None:
-    # On the CPU mlx compiles fused kernels with the system's compiler, once per machine: seconds that are no decoding.
-    import mlx.core as mx
-
-    from specmlx.generation.generate import stream_generate
-
-    if mx.default_device() == mx.cpu:
-        for _ in stream_generate(model, tokenizer, [0, 0], 2, num_draft_tokens=num_draft_tokens, calibrate=False):
-            pass
-
-
 def _object(text: str, tokens: list[int], last: Any) -> dict[str, Any]:
     """What `--json` prints of an answer, `last` being its last GenerationResponse."""
     stats, found = last.stats, {"text": text, "tokens": tokens}
@@ -174,16 +167,6 @@ def _object(text: str, tokens: list[int], last: Any) -> dict[str, Any]:
     for name in FIELDS:
         found[name] = getattr(last if hasattr(last, name) else stats, name, speed)
     return found
-
-
-def _read(prompt: str) -> str:
-    if prompt == "-":
-        prompt = sys.stdin.read().removesuffix("\n")
-    else:
-        prompt = prompt.replace("\\n", "\n").replace("\\t", "\t")
-    if not prompt.strip():
-        raise ValueError("the prompt is empty: give --prompt a text")
-    return prompt
 
 
 def _add_stop_token(tokenizer: Any, token: str, vocab: int) -> None:

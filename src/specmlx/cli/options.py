@@ -1,17 +1,13 @@
 """Flags that several commands share, each group of them one value of a command."""
 
 import contextlib
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
 from specmlx.cache.quantized import KVFormat
-from specmlx.cli.flags import FILE, arguments, json_object, plotted
-from specmlx.cli.template import check_template_config, render
+from specmlx.cli.flags import FILE, arguments, plotted
 from specmlx.cli.terminal import status
 from specmlx.formats.values import option
 from specmlx.parallel.group import FailedElsewhere
@@ -23,10 +19,8 @@ DRAFT_MODEL = option(
     "auto", "Drafter; auto takes what the target names, none decodes plainly.", metavar="auto|none|mtp|ngram|PATH_OR_ID"
 )
 PROMPTS = option(None, "A file, one a line.", type=FILE)
-BITS = option(
-    None, "Bits of the target's matrices; default: as they are.", type=click.Choice(["2", "3", "4", "5", "6", "8"])
-)
-GROUP_SIZE = option("64", type=click.Choice(["32", "64", "128"]))
+BITS = option(None, "Bits of the target's matrices; default: as they are.", type=("2", "3", "4", "5", "6", "8"))
+GROUP_SIZE = option("64", type=("32", "64", "128"))
 
 
 def plot_option(help: str) -> Any:
@@ -47,7 +41,7 @@ class DraftFlags:
     draft_quantize: str | None = option(
         None,
         "The drafter's projections in so many bits; default: 4 on Metal, none elsewhere.",
-        type=click.Choice(["4", "8", "nvfp4", "mxfp4", "none"]),
+        type=("4", "8", "nvfp4", "mxfp4", "none"),
     )
     draft_vocab: int | None = option(
         None, "The drafter's head for the N most frequent tokens only.", least=1, metavar="N"
@@ -72,7 +66,7 @@ class ModelFlags:
     model: str = option(
         DEMO, "Target: a directory, a Hub id (owner/name, or owner/name@revision), or demo.", metavar="PATH_OR_ID"
     )
-    dtype: str | None = option(None, "Instead of the files' own.", type=click.Choice(DTYPES))
+    dtype: str | None = option(None, "Instead of the files' own.", type=DTYPES)
     adapter_path: str | None = option(None, "LoRA or DoRA adapters, mlx-lm's or PEFT's.", metavar="DIR")
     trust_remote_code: bool = option(False, "Run the tokenizer's own code.")
     consistent: bool = option(False, "On Metal: one kernel for every number of rows, for equal bits.")
@@ -97,50 +91,6 @@ class ModelFlags:
         settings = arguments(load, self, drafting or DraftFlags())
         with loading(self.model):
             return load(self.model, draft_model=draft_model, group=group, **settings)
-
-
-def _template_config(value: str) -> dict[str, Any]:
-    parsed = json_object(value)
-    try:
-        check_template_config(parsed)
-    except ValueError as error:
-        raise click.BadParameter(f"{error}.") from None
-    return parsed
-
-
-@dataclass(frozen=True)
-class TemplateFlags:
-    """How a prompt becomes text: through the chat template unless that is ignored or there is none."""
-
-    system_prompt: str | None = option(None, "System message of the chat.", metavar="TEXT")
-    ignore_chat_template: bool = option(False, "Give the model the raw prompt.")
-    use_default_chat_template: bool = option(False, "Fail where the tokenizer has no chat template.")
-    chat_template_config: dict[str, Any] | None = option(
-        None, 'Like {"enable_thinking": false}.', metavar="JSON", type=_template_config
-    )
-
-    def ids(self, tokenizer: Any, prompt: str, prefill_response: str | None = None, suffix: bool = False) -> list[int]:
-        """Token ids of a prompt; with `suffix`, from the user's words on: what is before them is in a prompt cache.
-
-        Raises ValueError in one line for template errors.
-        """
-        if self.ignore_chat_template or not (tokenizer.has_chat_template or self.use_default_chat_template):
-            from specmlx.generation.prompts import check_text
-
-            check_text(prompt)
-            return tokenizer.encode(prompt)
-        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
-        begun = [] if prefill_response is None else [{"role": "assistant", "content": prefill_response}]
-
-        def text(content: str) -> str:
-            messages = [*system, {"role": "user", "content": content}, *begun]
-            return render(tokenizer, messages, self.chat_template_config or {}, answer_begun=bool(begun))
-
-        rendered = text(prompt)
-        if suffix:
-            marker = f"prompt-{secrets.token_hex(8)}"
-            rendered = rendered[text(marker).index(marker) :]
-        return tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def prompt_lines(path: Path) -> list[str]:

@@ -11,19 +11,10 @@ from typing import Any
 import click
 
 from specmlx.cli.flags import as_json, command, like, report
-from specmlx.cli.options import (
-    DEMO,
-    JSON,
-    PROMPTS,
-    DraftFlags,
-    ModelFlags,
-    RequestFlags,
-    TemplateFlags,
-    loading,
-    prompt_lines,
-)
+from specmlx.cli.options import DEMO, JSON, PROMPTS, DraftFlags, ModelFlags, RequestFlags, loading, prompt_lines
 from specmlx.cli.sampling import SamplingFlags
 from specmlx.cli.tables import count
+from specmlx.cli.template import TemplateFlags
 from specmlx.cli.terminal import note, say, status
 from specmlx.formats.values import option
 
@@ -55,7 +46,7 @@ class Parity:
     limit: int | None = option(None, "The first N prompts only.", least=1, metavar="N")
     template: TemplateFlags
     sampling: SamplingFlags
-    reference: str | None = option(None, "Also mlx_lm's own decoding of the same files.", type=click.Choice([MLX_LM]))
+    reference: str | None = option(None, "Also mlx_lm's own decoding of the same files.", type=(MLX_LM,))
 
     def run(self) -> bool:
         self.target.check(*self.draft_model)
@@ -64,42 +55,32 @@ class Parity:
         if self.reference and self.sampling.temp > 0:
             raise click.UsageError("--reference compares greedy decoding only: leave --temp out.")
         self.sampling.check(repeatable=True)
-        texts = _texts(self.target.model, self.prompt, self.prompts)[: self.limit]
-        with _files(self.target, self.reference) as files:
-            auto = "auto" in self.draft_model
+        texts = self._texts()[: self.limit]
+        with contextlib.ExitStack() as stack:
+            files, auto = self.target, "auto" in self.draft_model
+            if self.reference and files.model == DEMO:
+                from specmlx.demo.export import write_demo
+
+                # The demo is stored in float16, and mlx_lm would compute in it.
+                directory = stack.enter_context(tempfile.TemporaryDirectory())
+                files = replace(files, model=str(write_demo(directory)))
             model, tokenizer = files.load("auto" if auto else None, self.drafting if auto else None)
             from specmlx.evaluation.parity import decode_mlx_lm, rope_note, verdicts, verdicts_by_choice
             from specmlx.kernels.dispatch import on_metal
             from specmlx.loading.load import choose_kernels
             from specmlx.loading.resolve import resolve
 
-            drafters = _drafters(model, self.draft_model, self.num_draft_tokens, self.drafting)
-            ids = [self.template.ids(tokenizer, text) for text in texts]
-            others, rope = {}, None
+            drafters, ids = self._drafters(model), [self.template.ids(tokenizer, text) for text in texts]
+            options, others, notes = self.sampling.options(tokenizer), {}, {}
             if self.reference:
-                path, stops, processors = (
-                    resolve(files.model),
-                    tokenizer.eos_token_ids,
-                    self.sampling.processor_settings(),
-                )
-                rope = rope_note(model, path)
+                path, stops, processors = resolve(files.model), tokenizer.eos_token_ids, self.sampling.processors()
+                if rope := rope_note(model, path):
+                    notes["note"] = rope
                 with status(f"decoding {len(ids)} prompts with mlx-lm"):
-                    decoded = decode_mlx_lm(
-                        path, ids, self.max_tokens, stops, processors, files.adapter_path, dtype=files.dtype
-                    )
-                    others[MLX_LM] = [*decoded]
-            settings = self.sampling.options(tokenizer) | {"prefill_step_size": self.prefill_step_size}
-            run = partial(
-                verdicts,
-                model,
-                tokenizer,
-                ids,
-                drafters,
-                self.max_tokens,
-                self.num_draft_tokens,
-                others=others,
-                **settings,
-            )
+                    same = {"adapter_path": files.adapter_path, "dtype": files.dtype}
+                    others[MLX_LM] = [*decode_mlx_lm(path, ids, self.max_tokens, stops, processors, **same)]
+            options |= {"prefill_step_size": self.prefill_step_size, "others": others}
+            run = partial(verdicts, model, tokenizer, ids, drafters, self.max_tokens, self.num_draft_tokens, **options)
             results, default = {}, {}
             choose = partial(choose_kernels, model) if on_metal() and not self.target.consistent else None
             for proof, row in verdicts_by_choice(run, choose, note):
@@ -109,50 +90,36 @@ class Parity:
                     if not as_json():
                         place = f"prompt {len(found)} of {len(ids)}, {name}{'' if proof else f' {DEFAULT}'}"
                         say(f"{place}: {_line(verdict, tokenizer)}")
-            found = _object(self.target.model, texts, results, tokenizer, default) | ({"note": rope} if rope else {})
-            report(found, [*summary(results, default), *([rope] if rope else [])])
+            found = _object(self.target.model, texts, results, tokenizer, default) | notes
+            report(found, [*summary(results, default), *notes.values()])
         return found["passed"]
 
+    def _texts(self) -> list[str]:
+        if self.prompt and self.prompts:
+            raise click.UsageError("--prompt and --prompts can't go together.")
+        if self.prompts:
+            return prompt_lines(self.prompts)
+        if self.prompt:
+            if not all(text.strip() for text in self.prompt):
+                raise ValueError("the prompt is empty: give --prompt a text")
+            return list(self.prompt)
+        from specmlx.evaluation.suites import PROMPTS, suite
 
-def _texts(model: str, prompt: tuple[str, ...], file: Path | None) -> list[str]:
-    if prompt and file:
-        raise click.UsageError("--prompt and --prompts can't go together.")
-    if file:
-        return prompt_lines(file)
-    if prompt:
-        if not all(text.strip() for text in prompt):
-            raise ValueError("the prompt is empty: give --prompt a text")
-        return list(prompt)
-    from specmlx.evaluation.suites import PROMPTS, suite
+        return list(suite(DEMO)) if self.target.model == DEMO else PROMPTS["parity"]
 
-    return list(suite(model)) if model == DEMO else PROMPTS["parity"]
+    def _drafters(self, model: Any) -> dict[str, Any]:
+        from specmlx.generation.settings import check_width
+        from specmlx.loading.load import load_drafter
 
-
-@contextlib.contextmanager
-def _files(target: ModelFlags, reference: str | None) -> Iterator[ModelFlags]:
-    """Where both programs find the same weights: the demo is stored in float16, and mlx_lm would compute in it."""
-    if not (reference and target.model == DEMO):
-        yield target
-        return
-    from specmlx.demo.export import write_demo
-
-    with tempfile.TemporaryDirectory() as directory:
-        yield replace(target, model=str(write_demo(directory)))
-
-
-def _drafters(model: Any, names: tuple[str, ...], num_draft_tokens: int | str, drafting: DraftFlags) -> dict[str, Any]:
-    from specmlx.generation.settings import check_width
-    from specmlx.loading.load import load_drafter
-
-    drafters = {}
-    for name in names:
-        with loading(name):
-            drafter = model.draft_model if name == "auto" else load_drafter(name, model, **asdict(drafting))
-        if drafter is None:
-            raise ValueError(f"{model.no_draft_reason}: pass --draft-model")
-        check_width(drafter, num_draft_tokens)
-        drafters[type(drafter).__name__ if name == "auto" else name] = drafter
-    return drafters
+        drafters = {}
+        for name in self.draft_model:
+            with loading(name):
+                drafter = model.draft_model if name == "auto" else load_drafter(name, model, **asdict(self.drafting))
+            if drafter is None:
+                raise ValueError(f"{model.no_draft_reason}: pass --draft-model")
+            check_width(drafter, self.num_draft_tokens)
+            drafters[type(drafter).__name__ if name == "auto" else name] = drafter
+        return drafters
 
 
 def _line(verdict: Any, tokenizer: Any) -> str:

@@ -22,7 +22,6 @@ DRAFT = (
     "kind hidden_size intermediate_size vocab_size num_hidden_layers num_attention_heads num_key_value_heads head_dim "
     "block_size selector_rank conv_kernel_size conv_group_size markov_rank"
 ).split()
-GROUP = ("label", "kind", "shape", "parameters", "nbytes", "reads")
 
 
 def _context(value: str) -> int:
@@ -47,15 +46,12 @@ def _claim(value: str) -> tuple[float, float | None]:
 def _chips(value: str) -> tuple[Chip, ...]:
     """The named chip, or a nameless one of the given bandwidth."""
     try:
-        number = float(value)
-    except ValueError:
-        try:
-            return (chip_named(value),)
-        except ValueError as error:
-            raise click.BadParameter(f"{error}.") from None
-    if not 0 < number < math.inf:
+        chip = Chip("", float(value), 0) if re.match(r"[-+.\d]|nan|inf", value) else chip_named(value)
+    except ValueError as error:
+        raise click.BadParameter(f"{error}.") from None
+    if not 0 < chip.bandwidth < math.inf:
         raise click.BadParameter(f"{value}: it must be above 0 GB/s.")
-    return (Chip("", number, 0),)
+    return (chip,)
 
 
 @command(JSON)
@@ -84,15 +80,15 @@ class Roofline:
     draft_kind: str | None = option(
         None,
         "A drafter of the published shape; default: dflash2 for a built-in geometry, else none.",
-        type=click.Choice(["dflash", "dflash2", "dspark", "none"]),
+        type=("dflash", "dflash2", "dspark", "none"),
     )
     draft_model: str | None = option(
         None, "A drafter whose config.json gives the shape, instead of --draft-kind.", metavar="PATH_OR_ID"
     )
     width: int | None = option(None, "Drafted tokens verified; default: all.", least=0, metavar="N")
     kv: str = option("bf16", "Format of the KV cache: bf16, int8, affine-4 …", metavar="FORMAT")
-    context: int | None = option(
-        None, "Tokens in the KV cache, like 4096 or 32K; default: none.", type=_context, metavar="N"
+    context: int = option(
+        "0", "Tokens in the KV cache, like 4096 or 32K; default: none.", type=_context, metavar="N", show_default=False
     )
     lanes: int = option(1, "Conversations at once.", least=1)
     bandwidth: tuple[Chip, ...] | None = option(
@@ -103,7 +99,7 @@ class Roofline:
     layout: str | None = option(
         None,
         "splash pads as that engine packs; default: splash for a built-in geometry in affine formats.",
-        type=click.Choice(["tensors", "splash"]),
+        type=("tensors", "splash"),
     )
     plot: Path | None = plot_option("PNG or SVG of the limits.")
 
@@ -114,7 +110,7 @@ class Roofline:
         if self.plot is not None:
             from specmlx.evaluation.plot import plot_ceilings
 
-            plot_ceilings(line, self.plot, self.chips, self.context or 0, claims, _title(found))
+            plot_ceilings(line, self.plot, self.chips, self.context, claims, _title(found))
         report(found, self._lines(line, found))
 
     @property
@@ -123,30 +119,24 @@ class Roofline:
 
     def _line(self) -> Any:
         """The round. Raises ValueError for what can't be read or does not fit."""
-        from specmlx.evaluation.geometry import (
-            TARGETS,
-            drafter_geometry,
-            published_drafter,
-            stored_format,
-            target_geometry,
-        )
+        from specmlx.evaluation import geometry
         from specmlx.evaluation.roofline import Roofline
         from specmlx.evaluation.tensors import scheme_named
 
-        config, files = target_geometry(self.model)
-        built_in = self.model.lower() in TARGETS
+        config, files = geometry.target_geometry(self.model)
+        built_in = self.model.lower() in geometry.TARGETS
         # The demo's files are float16, and loaded as float32.
         stored = "fp32" if self.model == DEMO else "affine-4" if files is None else None
-        scheme = scheme_named(self.weights or stored or stored_format(files))
+        scheme = scheme_named(self.weights or stored or geometry.stored_format(files))
         if self.kv not in KV and not self.kv.startswith("affine-"):
             raise click.BadParameter(f"{self.kv!r}: it can be {', '.join(KV)} or affine-BITS.", param_hint="--kv")
         if self.draft_kind and self.draft_model:
             raise click.UsageError("--draft-kind and --draft-model can't go together.")
-        kind = self.draft_kind or ("dflash2" if built_in else "none")
+        draft, kind = None, self.draft_kind or ("dflash2" if built_in else "none")
         if self.draft_model is not None:
-            draft = drafter_geometry(self.draft_model)
-        else:
-            draft = None if kind == "none" else published_drafter(kind, config)
+            draft = geometry.drafter_geometry(self.draft_model)
+        elif kind != "none":
+            draft = geometry.published_drafter(kind, config)
         if draft and draft.hidden_size != config.hidden_size:
             raise ValueError(f"hidden size: the drafter's is {draft.hidden_size}, the target's {config.hidden_size}")
         most = draft.max_width if draft else 0
@@ -163,23 +153,21 @@ class Roofline:
         for speed, own in self.claim:
             tau = own if own is not None else self.tau if line.draft else 1.0
             if tau is None:
-                raise click.UsageError(
-                    f"--claim {speed:g} needs its tokens per pass: pass --tau, or --claim {speed:g}@4.8."
-                )
+                how = f"pass --tau, or --claim {speed:g}@4.8"
+                raise click.UsageError(f"--claim {speed:g} needs its tokens per pass: {how}.")
             found.append((speed, tau))
-        for tau in (self.tau, *(tau for _, tau in found)):
-            if tau is not None:
-                line.check_tau(tau)
+        for tau in (*([] if self.tau is None else [self.tau]), *(tau for _, tau in found)):
+            line.check_tau(tau)
         return found
 
     def _object(self, line: Any, claims: list[tuple[float, float]]) -> dict[str, Any]:
         """Everything, for `--json`; bytes are whole numbers."""
-        context, draft, claimed = self.context or 0, line.draft, []
-        for claim, chip in (
-            (line.claim(*claim, chip.bandwidth, context), chip) for claim in claims for chip in self.chips
-        ):
-            named = {"chip": chip.name or None, "share": claim.share, "impossible": claim.impossible}
-            claimed.append(asdict(claim) | named)
+        draft, names, claimed = line.draft, ("label", "kind", "shape", "parameters", "nbytes", "reads"), []
+        for speed, tau in claims:
+            for chip in self.chips:
+                claim = line.claim(speed, tau, chip.bandwidth, self.context)
+                share = {"share": claim.share, "impossible": claim.impossible}
+                claimed.append(asdict(claim) | {"chip": chip.name or None} | share)
         return {
             "model": self.model,
             "weights": line.scheme.name,
@@ -187,16 +175,16 @@ class Roofline:
             "draft": draft and {n: getattr(draft, n) for n in DRAFT} | {"taps": len(draft.target_layer_ids)},
             "rows": line.rows,
             "lanes": line.lanes,
-            "context": context,
-            "target": [{name: getattr(group, name) for name in GROUP} for group in line.target],
-            "drafter": [{name: getattr(group, name) for name in GROUP} for group in line.drafter],
+            "context": self.context,
+            "target": [{name: getattr(group, name) for name in names} for group in line.target],
+            "drafter": [{name: getattr(group, name) for name in names} for group in line.drafter],
             "target_parameters": sum(group.parameters for group in line.target),
             "target_nbytes": sum(group.nbytes for group in line.target),
             "kv": line.kv,
             "kv_token_bytes": line.kv_token_bytes,
             "state_bytes": line.state.nbytes,
-            "round_bytes": line.round_bytes(context),
-            "round_bytes_without_draft": line.round_bytes(context, drafting=False),
+            "round_bytes": line.round_bytes(self.context),
+            "round_bytes_without_draft": line.round_bytes(self.context, drafting=False),
             "multiply_adds": line.multiply_adds(),
             "limits": [self._limit(line, chip) for chip in self.chips],
             "claims": claimed,
@@ -204,19 +192,12 @@ class Roofline:
 
     def _limit(self, line: Any, chip: Chip) -> dict[str, Any]:
         """The limits of a chip, by the given tokens per pass or all whole ones; without a drafter by none."""
-        taus = (
-            [] if line.draft is None else [float(n + 1) for n in range(line.rows)] if self.tau is None else [self.tau]
-        )
-        context = self.context or 0
-        by_tau = [
-            {
-                "tau": tau,
-                "byte_limit": line.ceiling(chip.bandwidth, tau, context),
-                "arithmetic_limit": line.arithmetic_limit(chip, tau),
-            }
-            for tau in taus
-        ]
-        plain = line.ceiling(chip.bandwidth, 1.0, context, drafting=False)
+        taus = [float(n + 1) for n in range(line.rows)] if self.tau is None else [self.tau]
+        by_tau = []
+        for tau in taus if line.draft else []:
+            limit = line.ceiling(chip.bandwidth, tau, self.context)
+            by_tau.append({"tau": tau, "byte_limit": limit, "arithmetic_limit": line.arithmetic_limit(chip, tau)})
+        plain = line.ceiling(chip.bandwidth, 1.0, self.context, drafting=False)
         name = {"chip": chip.name or None, "bandwidth": chip.bandwidth}
         return name | {"byte_limit_without_draft": plain, "by_tau": by_tau}
 

@@ -45,10 +45,10 @@ class SamplingFlags:
         sampler = make_sampler(**arguments(make_sampler, self))
         if tokenizer is not None:
             sampler = replace(sampler, xtc_special_tokens=(*tokenizer.encode("\n"), *tokenizer.eos_token_ids))
-        processors = make_logits_processors(**self.processor_settings())
+        processors = make_logits_processors(**self.processors())
         return {"seed": self.seed, "sampler": sampler, "logits_processors": processors}
 
-    def processor_settings(self) -> dict[str, Any]:
+    def processors(self) -> dict[str, Any]:
         """Keywords of specmlx's and of mlx_lm's make_logits_processors."""
         return arguments(make_logits_processors, self)
 

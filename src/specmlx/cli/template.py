@@ -1,7 +1,13 @@
 """Chat templates: from messages to the text that the model is given."""
 
 import secrets
+from dataclasses import dataclass
 from typing import Any
+
+import click
+
+from specmlx.cli.flags import json_object
+from specmlx.formats.values import option
 
 Message = dict[str, str]
 # What a template is given by name besides a user's settings, and how it is run (transformers' `apply_chat_template`).
@@ -12,10 +18,47 @@ _TAKEN = frozenset(
 )
 
 
-def check_template_config(config: dict[str, Any]) -> None:
-    """Raise ValueError for a setting by the name of something that is not the template's to be told."""
-    if taken := sorted(_TAKEN & config.keys()):
-        raise ValueError(f"{taken[0]} is no setting of a chat template: leave it out")
+def _config(value: str) -> dict[str, Any]:
+    """The type of an option that holds settings of a template."""
+    parsed = json_object(value)
+    if taken := sorted(_TAKEN & parsed.keys()):
+        raise click.BadParameter(f"{taken[0]} is no setting of a chat template: leave it out.")
+    return parsed
+
+
+@dataclass(frozen=True)
+class TemplateFlags:
+    """How a prompt becomes text: through the chat template unless that is ignored or there is none."""
+
+    system_prompt: str | None = option(None, "System message of the chat.", metavar="TEXT")
+    ignore_chat_template: bool = option(False, "Give the model the raw prompt.")
+    use_default_chat_template: bool = option(False, "Fail where the tokenizer has no chat template.")
+    chat_template_config: dict[str, Any] | None = option(
+        None, 'Like {"enable_thinking": false}.', metavar="JSON", type=_config
+    )
+
+    def ids(self, tokenizer: Any, prompt: str, prefill_response: str | None = None, suffix: bool = False) -> list[int]:
+        """Token ids of a prompt; with `suffix`, from the user's words on: what is before them is in a prompt cache.
+
+        Raises ValueError in one line for template errors.
+        """
+        if self.ignore_chat_template or not (tokenizer.has_chat_template or self.use_default_chat_template):
+            from specmlx.generation.prompts import check_text
+
+            check_text(prompt)
+            return tokenizer.encode(prompt)
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
+        begun = [] if prefill_response is None else [{"role": "assistant", "content": prefill_response}]
+
+        def text(content: str) -> str:
+            messages = [*system, {"role": "user", "content": content}, *begun]
+            return render(tokenizer, messages, self.chat_template_config or {}, answer_begun=bool(begun))
+
+        rendered = text(prompt)
+        if suffix:
+            marker = f"prompt-{secrets.token_hex(8)}"
+            rendered = rendered[text(marker).index(marker) :]
+        return tokenizer.encode(rendered, add_special_tokens=False)
 
 
 def render(tokenizer: Any, messages: list[Message], config: dict[str, Any], answer_begun: bool = False) -> str:

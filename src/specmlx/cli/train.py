@@ -9,13 +9,11 @@ from typing import Any
 import click
 
 from specmlx.cli.flags import command, like
-from specmlx.cli.options import ModelFlags, RequestFlags, TemplateFlags, plot_option
+from specmlx.cli.options import ModelFlags, plot_option
+from specmlx.cli.template import TemplateFlags
 from specmlx.cli.terminal import handled, note, show_status, status
 from specmlx.formats.values import option
 from specmlx.training.settings import Settings
-
-KINDS = ("dflash", "dflash2", "dspark")
-PACKAGINGS = ("zlab", "deepspec", "speculators")
 
 
 def _ids(value: str) -> tuple[int, ...]:
@@ -52,7 +50,9 @@ class Train:
     data: str = option(
         None, "JSONL: messages, prompt (completion), or text.", required=True, metavar="FILE|HUB_DATASET"
     )
-    kind: str | None = option(None, "Kind of drafter; default: --init's, else dspark.", type=click.Choice(KINDS))
+    kind: str | None = option(
+        None, "Kind of drafter; default: --init's, else dspark.", type=("dflash", "dflash2", "dspark")
+    )
     init: str | None = option(
         None, "A drafter to begin with: the way for a fine-tune, or from dflash to dflash2.", metavar="PATH_OR_ID"
     )
@@ -66,11 +66,11 @@ class Train:
     resume: bool = option(False, "Go on with the training in --out.")
     shape: ShapeFlags
     learning: Settings = Settings({}, learning_rate=None)
-    max_tokens: int = like(RequestFlags, "max_tokens", 256)
-    seed: int = option(0)
     chat_template_config: dict[str, Any] | None = like(TemplateFlags, "chat_template_config")
     export: tuple[str, ...] = option(
-        (), "Also write OUT/export-NAME in the form of another engine; may be repeated.", type=click.Choice(PACKAGINGS)
+        (),
+        "Also write OUT/export-NAME in the form of another engine; may be repeated.",
+        type=("zlab", "deepspec", "speculators"),
     )
     plot: Path | None = plot_option("Draw the curves to a .png or .svg.")
 
@@ -85,19 +85,16 @@ class Train:
         from specmlx.training.geometry import default_rate
         from specmlx.training.run import Run
 
-        config, init = _config(model, tokenizer, self.kind, self.init, self.shape)
-        count = None if self.minutes else self.steps or 1000
-        rate = self.learning.learning_rate
+        config, init = self._config(model, tokenizer)
+        count, rate = None if self.minutes else self.steps or 1000, self.learning.learning_rate
         settings = replace(
             self.learning,
             config=config,
             init=init,
             steps=count,
             minutes=self.minutes,
-            warmup=50 if self.minutes else min(50, max(1, count // 5)),
+            warmup=min(50, max(1, count // 5)) if count else 50,
             learning_rate=default_rate(model.config.hidden_size) if rate is None else rate,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
             chat_template_config=self.chat_template_config,
         )
         run = Run(model, tokenizer, rows, settings, self.out, self.resume, self.export)
@@ -117,31 +114,28 @@ class Train:
             note(f"not learned: {', '.join(f'{count} rows ({why})' for why, count in sorted(left_out.items()))}")
         note(report)
 
+    def _config(self, model: Any, tokenizer: Any) -> tuple[dict[str, Any], str | None]:
+        """The drafter's config.json, and where the one to begin with is. Raises UsageError for what can't be."""
+        from specmlx.drafters.config import DFLASH, DFLASH2, DrafterConfig
+        from specmlx.formats.checkpoint import read_config
+        from specmlx.loading.resolve import resolve
+        from specmlx.training.geometry import drafter_config, grown, mask_token
 
-def _config(
-    model: Any, tokenizer: Any, kind: str | None, init: str | None, shape: ShapeFlags
-) -> tuple[dict[str, Any], str | None]:
-    """The drafter's config.json, and the directory of the one to begin with. Raises UsageError for what can't be."""
-    from specmlx.drafters.config import DFLASH, DFLASH2, DrafterConfig
-    from specmlx.formats.checkpoint import read_config
-    from specmlx.loading.resolve import resolve
-    from specmlx.training.geometry import drafter_config, grown, mask_token
-
-    given = {name: value for name, value in asdict(shape).items() if value is not None}
-    if not init:
-        if shape.mask_token_id is None:
-            given["mask_token_id"] = mask_token(tokenizer, model.vocab_size)
-        return drafter_config(model.config, kind or "dspark", **given), None
-    if given:
-        raise click.UsageError(f"--{[*given][0].replace('_', '-')} and --init can't go together: --init's stays.")
-    path = resolve(init)
-    config = read_config(path)
-    own = DrafterConfig.from_dict(config)
-    if (own.kind, kind) == (DFLASH, DFLASH2):
-        config = grown(own)
-    elif kind and own.kind != kind:
-        raise click.UsageError(f"--init {init} is a {own.kind} drafter, not a {kind} one.")
-    return config, str(path)
+        given = {name: value for name, value in asdict(self.shape).items() if value is not None}
+        if not self.init:
+            if self.shape.mask_token_id is None:
+                given["mask_token_id"] = mask_token(tokenizer, model.vocab_size)
+            return drafter_config(model.config, self.kind or "dspark", **given), None
+        for name in given:
+            raise click.UsageError(f"--{name.replace('_', '-')} and --init can't go together: --init's stays.")
+        path = resolve(self.init)
+        config = read_config(path)
+        own = DrafterConfig.from_dict(config)
+        if (own.kind, self.kind) == (DFLASH, DFLASH2):
+            config = grown(own)
+        elif self.kind and own.kind != self.kind:
+            raise click.UsageError(f"--init {self.init} is a {own.kind} drafter, not a {self.kind} one.")
+        return config, str(path)
 
 
 def _learn(run: Any) -> None:
@@ -155,8 +149,12 @@ def _learn(run: Any) -> None:
     with handled([signal.SIGTERM], signal.default_int_handler):
         try:
             for record in run.steps(begin):
-                figures = _line(record)
-                if "held_out_tau" in record:
+                held_out = f", held-out τ {record['held_out_tau']:.2f}" if "held_out_tau" in record else ""
+                figures = (
+                    f"step {record['step']} of {record['of']}: loss {record['loss']:.4f}, τ {record['tau']:.2f}"
+                    f"{held_out}, {record['tokens_per_second']:.0f} tokens/s, {record['peak_memory']:.2f} GB"
+                )
+                if held_out:
                     show_status("")
                     note(figures)
                 show_status(figures)
@@ -168,11 +166,3 @@ def _learn(run: Any) -> None:
             raise ValueError(f"{error}; a lower --learning-rate may help") from None
         finally:
             show_status("")
-
-
-def _line(record: dict) -> str:
-    held_out = f", held-out τ {record['held_out_tau']:.2f}" if "held_out_tau" in record else ""
-    return (
-        f"step {record['step']} of {record['of']}: loss {record['loss']:.4f}, τ {record['tau']:.2f}{held_out}, "
-        f"{record['tokens_per_second']:.0f} tokens/s, {record['peak_memory']:.2f} GB"
-    )

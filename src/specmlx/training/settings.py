@@ -25,12 +25,12 @@ class Settings:
     anchors: int = option(12, "Blocks of a sequence.", least=1)
     grad_checkpoint: bool = option(False, "Less memory: gradients run each layer again.")
     max_length: int = option(1024, "Of a sequence.", least=8)
-    max_tokens: int = 256
+    max_tokens: int = option(256, "Most tokens of an answer; -1 is no limit.", names=("-m",))
     temp: float = option(0.0, "Of the target's answers; 0 is greedy.", least=0)
     chat_template_config: dict[str, Any] | None = None
     pool: int = 64
     repeats: int = 2
-    seed: int = 0
+    seed: int = option(0)
     checkpoint_every: int = option(100, least=1, metavar="STEPS")
     data: str = ""
     target: str = ""
