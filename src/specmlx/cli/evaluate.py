@@ -73,14 +73,12 @@ class Evaluate:
 
 def _object(found: Any) -> dict[str, Any]:
     """The figures of an `Acceptance`."""
-    counts = found.sums
+    counts, names = found.sums, ("rounds", "acceptance_length", "accept_histogram")
     return {
         "prompts": found.prompts,
         "identical": found.identical,
         "tokens": counts.generation_tokens,
-        "rounds": counts.rounds,
-        "acceptance_length": counts.acceptance_length,
-        "accept_histogram": counts.accept_histogram,
+        **{name: getattr(counts, name) for name in names},
         "slots": found.slots(),
         "calibration": [dict(estimate=e, kept=k, count=n) for e, k, n in found.calibration()],
     }

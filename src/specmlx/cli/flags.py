@@ -46,9 +46,8 @@ def command(json_help: str | None = None) -> Callable[[type], click.Command]:
             else:
                 params.append(_parameter(field, field.default))
         if json_help:
-            params.append(
-                click.Option(["--json"], is_flag=True, expose_value=False, callback=_set_json, help=json_help)
-            )
+            keep = {"expose_value": False, "callback": lambda ctx, _, value: setattr(ctx.find_root(), "obj", value)}
+            params.append(click.Option(["--json"], is_flag=True, help=json_help, **keep))
 
         def run(**values: Any) -> Any:
             for name, group in groups.items():
@@ -89,10 +88,6 @@ def as_json() -> bool:
     return click.get_current_context().find_root().obj
 
 
-def _set_json(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    ctx.find_root().obj = value
-
-
 def _options(group: Any) -> list[Field]:
     return [field for field in fields(group) if field.metadata]
 
@@ -118,7 +113,7 @@ def _parameter(field: Field, default: Any) -> click.Parameter:
         attrs = {"type": kinds[0]} | attrs
     if attrs.pop("argument", False):
         del attrs["help"]
-        return click.Argument([name], nargs=-1 if args[1:] == (...,) else 1, required=True, **attrs)
+        return click.Argument([name], nargs=-1 if several else 1, required=True, **attrs)
     attrs = {"show_default": default not in (None, ()) and default is not False, "multiple": several} | attrs
     return click.Option(names, default=default, **attrs)
 
@@ -133,17 +128,12 @@ def _checked(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
 
 def written(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
     """A callback for a file to be written, by the first process where several run: its folder has to be there."""
-    if not launched_rank():
-        check_folder(param.opts[-1], value)
-    return value
-
-
-def plotted(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """A callback for a picture to be drawn: see `check_plot`."""
-    if value is not None:
+    if param.name == "plot" and value is not None:
         from specmlx.evaluation.plot import check_plot
 
         check_plot(value)
+    elif not launched_rank():
+        check_folder(param.opts[-1], value)
     return value
 
 

@@ -55,20 +55,16 @@ def joined() -> Iterator[Any]:
 
     rank = group.rank()
     try:
-        with _silent() if rank else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if rank:
+                nowhere = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(contextlib.redirect_stdout(nowhere))
+                stack.enter_context(contextlib.redirect_stderr(nowhere))
+                stack.enter_context(answers())
             yield group
             # A rank that ended earlier would leave the others' last collectives without it.
             mx.eval(mx.distributed.all_sum(mx.array(1), group=group))
-    except (AskedDifferently, FailedElsewhere):
-        raise
     except Exception as error:
-        if rank:
+        if rank and not isinstance(error, (AskedDifferently, FailedElsewhere)):
             note(f"Error: rank {rank}: {' '.join(str(error).split())}")
         raise
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    with open(os.devnull, "w") as nowhere:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere), answers():
-            yield

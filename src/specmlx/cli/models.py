@@ -20,7 +20,34 @@ class Models:
     """
 
     def run(self) -> None:
-        found = _found()
+        import mlx.core as mx
+
+        from specmlx.evaluation.machine import this_machine
+        from specmlx.loading.catalog import KNOWN, billions
+        from specmlx.loading.hub import cached_repos
+        from specmlx.loading.inspect import inspect_path
+
+        info = mx.device_info() if mx.default_device() == mx.gpu else {}
+        memory, memory_is = for_models(info.get("max_recommended_working_set_size"), this_machine().memory)
+        cached = {repo.id.lower(): repo for repo in cached_repos()}
+        targets, others, listed = [], [], set()
+        for target in KNOWN:
+            size = billions(target.ids[0])
+            needed = size * BITS / 8 if size else None
+            here = [name for name in target.ids if name.lower() in cached]
+            fits = None if needed is None else needed * 1e9 <= memory
+            found = asdict(target) | {"cached": here, "gb_in_4_bits": needed, "fits": fits}
+            for drafter in found["drafters"]:
+                drafter["cached"] = drafter["id"].lower() in cached
+            listed |= {name.lower() for name in (*target.ids, *(drafter["id"] for drafter in found["drafters"]))}
+            targets.append(found)
+        for repo in (repo for key, repo in cached.items() if key not in listed):
+            try:
+                found = inspect_path(repo.path)
+            except (ValueError, OSError):
+                continue
+            others.append({"id": repo.id, "what": f"{found.what}, {found.kind}", "gb": found.bytes / 1e9})
+        found = {"memory_gb": memory / 1e9, "memory_is": memory_is, "targets": targets, "others_cached": others}
         report(found, _lines(found))
 
 
@@ -53,34 +80,3 @@ def for_models(recommended: int | None, memory: int | None) -> tuple[float, str]
     if recommended:
         return recommended, "the working set that its GPU recommends"
     return SHARE * (memory or 0), f"{SHARE:.0%} of its memory"
-
-
-def _found() -> dict[str, Any]:
-    import mlx.core as mx
-
-    from specmlx.evaluation.machine import this_machine
-    from specmlx.loading.catalog import KNOWN, billions
-    from specmlx.loading.hub import cached_repos
-    from specmlx.loading.inspect import inspect_path
-
-    info = mx.device_info() if mx.default_device() == mx.gpu else {}
-    memory, memory_is = for_models(info.get("max_recommended_working_set_size"), this_machine().memory)
-    cached = {repo.id.lower(): repo for repo in cached_repos()}
-    targets, others, listed = [], [], set()
-    for target in KNOWN:
-        size = billions(target.ids[0])
-        needed = size * BITS / 8 if size else None
-        here = [name for name in target.ids if name.lower() in cached]
-        fits = None if needed is None else needed * 1e9 <= memory
-        found = asdict(target) | {"cached": here, "gb_in_4_bits": needed, "fits": fits}
-        for drafter in found["drafters"]:
-            drafter["cached"] = drafter["id"].lower() in cached
-        listed |= {name.lower() for name in (*target.ids, *(drafter["id"] for drafter in found["drafters"]))}
-        targets.append(found)
-    for repo in (repo for key, repo in cached.items() if key not in listed):
-        try:
-            found = inspect_path(repo.path)
-        except (ValueError, OSError):
-            continue
-        others.append({"id": repo.id, "what": f"{found.what}, {found.kind}", "gb": found.bytes / 1e9})
-    return {"memory_gb": memory / 1e9, "memory_is": memory_is, "targets": targets, "others_cached": others}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specmlx.cache.quantized import KVFormat
-from specmlx.cli.flags import FILE, arguments, plotted
+from specmlx.cli.flags import FILE, arguments, written
 from specmlx.cli.terminal import status
 from specmlx.formats.values import option
 from specmlx.parallel.group import FailedElsewhere
@@ -25,7 +25,7 @@ GROUP_SIZE = option("64", type=("32", "64", "128"))
 
 def plot_option(help: str) -> Any:
     """The option of a picture to be drawn."""
-    return option(None, help, metavar="FILE", callback=plotted)
+    return option(None, help, metavar="FILE", callback=written)
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,26 @@ HEADER = ("tensor", "shape", "MB each", "count", "reads", "GB")
 
 def weight_tables(line: Roofline) -> list[list[Row]]:
     """The target's tensors, by shape where they are all in one format and else by format; then the drafter's."""
-    target = _by_format(line) if line.scheme.mixed else _by_tensor(line)
-    return [target] if line.draft is None else [target, _drafter(line)]
+    if line.scheme.mixed:
+        tables = [_by_format(line)]
+    else:
+        parameters, nbytes = (sum(getattr(g, name) for g in line.target) for name in ("parameters", "nbytes"))
+        bits = f"{parameters:,} parameters at {8 * nbytes / parameters:.4f} bits"
+        rows = [_row(group, line.draft is not None, line.lanes * line.rows) for group in line.target]
+        tables = [[HEADER, *rows, ("target total", bits, "", "", "", f"{nbytes / 1e9:.3f}")]]
+    if line.draft is not None:
+        total = f"{sum(group.nbytes for group in line.drafter if group.reads) / 1e9:.3f}"
+        last = ("draft total", "no head of its own: it runs the target's", "", "", "", total)
+        tables.append([HEADER, *map(_row, line.drafter), last])
+    return tables
 
 
 def lane_table(line: Roofline, context: int) -> list[Row]:
     """What each conversation adds to a round: its keys and values at `context`, its recurrent state."""
+
+    def mib(nbytes: int) -> str:
+        return f"{nbytes / 2**20:.3g} MiB"
+
     state, token = line.state, line.kv_token_bytes
     scaled = " + fp32 scale per token, head, K/V" if line.kv == "int8" else ""
     each = f"{token:,} B ({token / 1024:.4g} KiB) a token"
@@ -57,31 +71,9 @@ def round_lines(line: Roofline, context: int) -> str:
     )
 
 
-def gigabytes(nbytes: int) -> str:
-    """Two digits, three for less than 0.01 GB."""
-    return f"{nbytes / 1e9:.{2 if nbytes >= 1e7 else 3}f}"
-
-
 def tokens(n: int) -> str:
     """Like 32K for 32,768."""
     return f"{n // 1024}K" if n and n % 1024 == 0 else f"{n:,}"
-
-
-def mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.3g} MiB"
-
-
-def _by_tensor(line: Roofline) -> list[Row]:
-    rows = [_row(group, line.draft is not None, line.lanes * line.rows) for group in line.target]
-    parameters, nbytes = sum(g.parameters for g in line.target), sum(g.nbytes for g in line.target)
-    bits = f"{parameters:,} parameters at {8 * nbytes / parameters:.4f} bits"
-    return [HEADER, *rows, ("target total", bits, "", "", "", f"{nbytes / 1e9:.3f}")]
-
-
-def _drafter(line: Roofline) -> list[Row]:
-    total = sum(group.nbytes for group in line.drafter if group.reads)
-    last = ("draft total", "no head of its own: it runs the target's", "", "", "", f"{total / 1e9:.3f}")
-    return [HEADER, *map(_row, line.drafter), last]
 
 
 def _row(group: Group, drafted: bool = False, rows: int = 1) -> Row:
@@ -91,7 +83,9 @@ def _row(group: Group, drafted: bool = False, rows: int = 1) -> Row:
     # A drafter's layer sums up matrices of many shapes.
     digits = 1 if len(parts[0].tensors) > 5 and group.rows else 2
     each = ", ".join(f"{part.nbytes / 1e6:.{digits}f} {part.label if len(parts) > 1 else ''}".strip() for part in parts)
-    return group.label, group.shape, each, str(sum(part.count for part in parts)), reads, gigabytes(group.nbytes)
+    # Two digits, three for less than 0.01 GB.
+    size = f"{group.nbytes / 1e9:.{2 if group.nbytes >= 1e7 else 3}f}"
+    return group.label, group.shape, each, str(sum(part.count for part in parts)), reads, size
 
 
 def _reads(group: Group, drafted: bool, rows: int) -> str:
