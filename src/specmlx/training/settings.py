@@ -22,11 +22,11 @@ class Settings:
     warmup: int = 50
     batch_size: int = option(16, "Sequences in a batch.", least=1)
     accumulate: int = option(1, "Batches in a step.", least=1)
-    anchors: int = option(12, "Blocks of a sequence.", least=1)
+    anchors: int = option(12, "Blocks of a sequence that a step learns from.", least=1)
     grad_checkpoint: bool = option(False, "Less memory: gradients run each layer again.")
-    max_length: int = option(1024, "Of a sequence.", least=8)
+    max_length: int = option(1024, "Most tokens of a sequence.", least=8)
     max_tokens: int = option(256, "Most tokens of an answer; -1 is no limit.", names=("-m",))
-    temp: float = option(0.0, "Of the target's answers; 0 is greedy.", least=0)
+    temp: float = option(0.0, "Temperature of the target's answers; 0 is greedy.", least=0)
     chat_template_config: dict[str, Any] | None = None
     pool: int = 64
     repeats: int = 2
