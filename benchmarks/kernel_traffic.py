@@ -9,8 +9,8 @@ import mlx.core as mx
 
 from specmlx.evaluation.chips import chip_named
 from specmlx.kernels import attention, gated_delta
-from specmlx.kernels.attention import Stored
-from specmlx.kernels.quantized_matmul import quantized_matmul, supported
+from specmlx.kernels.attention import Span, Stored
+from specmlx.kernels.quantized_matmul import Matrix, quantized_matmul, supported
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
@@ -37,10 +37,9 @@ LONG = (64, 5120)  # two tiles of the model's rows, on which the ceilings are re
 WEIGHTS = ("w", "scales", "biases")
 
 
-def packed(N: int, K: int, format: dict) -> tuple[mx.array, mx.array, mx.array | None]:
+def packed(N: int, K: int, format: dict) -> Matrix:
     w = mx.random.normal((N, K), key=mx.random.key(1)).astype(mx.bfloat16)
-    arrays = mx.quantize(w, **format)
-    return (*arrays, *[None] * (3 - len(arrays)))
+    return Matrix(*mx.quantize(w, **format), **format)
 
 
 def figures(reports: list[msl.Report], M: int, N: int, K: int) -> dict:
@@ -92,13 +91,13 @@ def products(forms: dict[int, tuple[str, ...]], shapes: dict) -> Iterator[dict]:
             for M in forms:
                 x = mx.random.normal((M, K), key=mx.random.key(0)).astype(mx.bfloat16)
                 kernel = stock_kernel(M, K, format)
-                report, _ = stock.quantized_matmul(kernel, x, *w, format["group_size"], format["bits"])
+                report, _ = stock.quantized_matmul(kernel, x, *w[:3], format["group_size"], format["bits"])
                 beside = {"kernel": kernel, **figures([report], M, N, K)}
                 for form in forms[M]:
-                    if not supported(x, *w[:2], **format, variant=form):
+                    if not supported(x, w, form):
                         continue
                     sim = msl.Simulator()
-                    quantized_matmul(x, *w, **format, variant=form, kernel=sim.metal_kernel)
+                    quantized_matmul(x, w, form, factory=sim.metal_kernel)
                     common = {"kernel": f"quantized_matmul {form}", "format": name, "shape": shape}
                     yield {**common, "M": M, "N": N, "K": K, **figures(sim.reports, M, N, K), "stock": beside}
 
@@ -115,7 +114,8 @@ def others() -> Iterator[dict]:
         v, g, beta = normal(1, T, Hv, D).astype(mx.bfloat16), mx.sigmoid(normal(1, T, Hv)), mx.sigmoid(normal(1, T, Hv))
         S, sim = normal(1, Hv, D, D), msl.Simulator()
         tape = gated_delta.Tape(k, normal(1, T, Hv, D), g)
-        gated_delta.metal.advance(S, tape, mx.array([n]), q, k, v, g, beta.astype(mx.bfloat16), sim.metal_kernel)
+        rows = q, k, v, g, beta.astype(mx.bfloat16)
+        gated_delta.metal.advance(S, tape, mx.array([n]), *rows, factory=sim.metal_kernel)
         state = sim.last.buffers
         written = state["S_out"]
         yield {
@@ -134,8 +134,8 @@ def others() -> Iterator[dict]:
         sim = msl.Simulator()
         keys, values = (Stored(normal(1, Hkv, 1024, D + i)[..., :D].astype(mx.bfloat16)) for i in range(2))
         q = normal(1, Hq, T, D).astype(mx.bfloat16)
-        start = mx.array([length - T], dtype=mx.int32)
-        attention.metal.attention(q, keys, values, start, length, D**-0.5, factory=sim.metal_kernel)
+        span = Span(mx.array([length - T], dtype=mx.int32), length)
+        attention.metal.attention(q, keys, values, span, D**-0.5, factory=sim.metal_kernel)
         main = sim.reports[0]
         seen = length * Hkv * D * 2
         partials = sum(b.stores_bytes for b in main.buffers.values())

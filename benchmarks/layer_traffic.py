@@ -11,8 +11,7 @@ import mlx.nn as nn
 
 from specmlx.kernels.choice.operators import GATE_UP, QUANTIZED_MATMUL
 from specmlx.kernels.dispatch import Choice
-from specmlx.kernels.linear import Chosen, added, products, with_choice
-from specmlx.kernels.mlp import GatedMLP
+from specmlx.kernels.linear import Chosen, GatedMLP, added, products, with_choice
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 

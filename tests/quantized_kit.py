@@ -6,6 +6,8 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from specmlx.kernels.quantized_matmul import Matrix
+
 FORMATS = {
     **{f"affine{bits}g{group}": ("affine", group, bits) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)},
     "nvfp4": ("nvfp4", 16, 4),
@@ -48,18 +50,25 @@ def sample(form: str) -> Iterator[Case]:
                 i += 1
 
 
-def weights(name: str, shape: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16, seed: int = 0):
-    """(w, scales, biases) and the keywords of a random matrix `[..., N, K]` in a format."""
+def weights(name: str, shape: tuple[int, ...], dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> Matrix:
+    """A random matrix `[..., N, K]` in a format."""
     mode, group_size, bits = FORMATS[name]
     dense = mx.random.normal(shape, key=mx.random.key(seed))
     format = {"mode": mode, "group_size": group_size, "bits": bits}
     if mode == "fp8":
         scale = 0.37 if len(shape) == 2 else mx.random.uniform(0.3, 0.4, shape[:2], key=mx.random.key(seed + 1))
-        return (mx.to_fp8(dense).view(mx.uint32), None, None), {**format, "tensor_scale": scale}
-    packed = mx.quantize(dense.astype(dtype), group_size=group_size, bits=bits, mode=mode)
+        return Matrix(mx.to_fp8(dense).view(mx.uint32), None, **format, tensor_scale=scale)
+    matrix = Matrix(*mx.quantize(dense.astype(dtype), **format), **format)
     if mode == "nvfp4":
-        format["tensor_scale"] = mx.random.uniform(1.5, 1.7, shape[:-1], key=mx.random.key(seed + 1))
-    return (*packed, *[None] * (3 - len(packed))), format
+        scale = mx.random.uniform(1.5, 1.7, shape[:-1], key=mx.random.key(seed + 1))
+        return matrix._replace(tensor_scale=scale)
+    return matrix
+
+
+def one_of(experts: Matrix, expert: int) -> Matrix:
+    """An expert's matrix."""
+    arrays = {name: part[expert] for name, part in experts._asdict().items() if isinstance(part, mx.array)}
+    return experts._replace(**arrays)
 
 
 def whole(K: int, name: str) -> int:

@@ -13,6 +13,7 @@ from specmlx.cache.layers import LayerStates
 from specmlx.decoding import loop
 from specmlx.decoding.prefill import prefill
 from specmlx.decoding.stats import Stats
+from specmlx.kernels import dispatch
 from specmlx.targets.checkpoint import cast
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.hybrid import Model
@@ -168,6 +169,12 @@ def in_rounds(model: Model, states: LayerStates, ids: list[int], seed: int, most
             states.abort()
         logits += list(verified.logits[0, : len(right)])
     return logits
+
+
+def serve(patch, factory, *operators: str) -> None:
+    """Let the factory's kernels run these operators, or all; mlx the others, and all without a factory."""
+    patch.setattr(dispatch, "metal_factory", lambda: factory)
+    patch.setattr(dispatch, "serves", lambda operator, key: not operators or operator in operators)
 
 
 def leaves(states: LayerStates, lane: int = 0) -> list[mx.array]:

@@ -4,12 +4,12 @@ import mlx.core as mx
 import msl
 import pytest
 from drafter_kit import HIDDEN, VOCAB, golden_drafter, shown
+from rig import serve
 
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.sampling import make_sampler
 from specmlx.drafters.proposal import DraftPolicy
 from specmlx.drafters.settings import DraftSettings
-from specmlx.kernels import dispatch
 
 SIMULATOR = msl.Simulator()
 POLICIES = {
@@ -49,8 +49,7 @@ def test_a_proposal_of_the_kernels_is_the_one_of_slot_by_slot(case, policy, monk
     ours, slots = drafter(case), drafter(case)
     before = len(SIMULATOR.reports)
     with monkeypatch.context() as patch:
-        served = lambda operator, *_, **__: SIMULATOR.metal_kernel if operator == "draft_head" else None  # noqa: E731
-        patch.setattr(dispatch, "kernel", served)
+        serve(patch, SIMULATOR.metal_kernel, "draft_head")
         got, _ = shown(ours, 7, POLICIES[policy])
         mx.eval(got.tokens)
     launched = [report.name.removeprefix("specmlx_draft_") for report in SIMULATOR.reports[before:]]

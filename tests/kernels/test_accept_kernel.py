@@ -3,8 +3,9 @@
 import mlx.core as mx
 import pytest
 from msl import Simulator
+from rig import serve
 
-from specmlx.kernels import accept, dispatch
+from specmlx.kernels import accept
 from specmlx.kernels.accept import reference
 
 SIMULATOR = Simulator()
@@ -13,7 +14,7 @@ FACTORY = SIMULATOR.metal_kernel
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
-    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: FACTORY)
+    serve(monkeypatch, FACTORY)
 
 
 # Every width from 0 to 16, and the longest; vocabularies of one segment and of three, a multiple of four and not.

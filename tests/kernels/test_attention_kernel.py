@@ -4,11 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from msl import Simulator
+from rig import serve
 
-from specmlx.kernels import dispatch
 from specmlx.kernels.attention import attention, metal, reference
-from specmlx.kernels.attention.metal import Chunks
-from specmlx.kernels.attention.reference import Stored
+from specmlx.kernels.attention.reference import Span, Stored
+from specmlx.kernels.tuning import Chunks
 
 SIMULATOR = Simulator()
 # Short chunks, so that a few hundred keys meet several of both kinds.
@@ -46,10 +46,9 @@ def buffer(B: int, Hkv: int, capacity: int, D: int, kind: str, end: int) -> tupl
 
 def run(q, keys, values, start, window=None, chunks=CHUNKS):
     start = mx.array(start, dtype=mx.int32)
-    length = int(start.max()) + q.shape[2]
-    return metal.attention(
-        q, keys, values, start, length, q.shape[-1] ** -0.5, window, chunks=chunks, factory=SIMULATOR.metal_kernel
-    )
+    span = Span(start, int(start.max()) + q.shape[2], window=window)
+    factory = SIMULATOR.metal_kernel
+    return metal.attention(q, keys, values, span, q.shape[-1] ** -0.5, chunks=chunks, factory=factory)
 
 
 def in_float64(q, keys, values, start, window=None):
@@ -108,7 +107,8 @@ def test_rows_see_the_keys_up_to_their_own(Hq, Hkv, D, T, start, kind, window):
     assert got.dtype == dtype and got.shape == q.shape
     rounding = {mx.float32: 0, mx.bfloat16: 2**-8, mx.float16: 2**-11}[dtype]
     np.testing.assert_allclose(np.array(got.astype(mx.float32)), want, rtol=rounding, atol=3e-6)
-    mine = np.array(reference.attention(q, keys, values, mx.array(start), D**-0.5, window))
+    span = Span(mx.array(start), keys.data.shape[2], window=window)
+    mine = np.array(reference.by_formula(q, keys, values, span, D**-0.5))
     np.testing.assert_allclose(mine, want, rtol=0, atol=3e-6)
 
 
@@ -163,9 +163,8 @@ def test_each_key_and_value_is_read_once_for_all_rows_and_heads(T, D, kind):
     dtype = mx.bfloat16 if kind == "bfloat16" else mx.float32
     q = normal(1, 6 * Hkv, T, D).astype(dtype)
     keys, values = buffer(1, Hkv, length, D, kind, length)
-    metal.attention(
-        q, keys, values, mx.array([length - T]), length, 0.1, chunks=Chunks(64), factory=SIMULATOR.metal_kernel
-    )
+    span, factory = Span(mx.array([length - T]), length), SIMULATOR.metal_kernel
+    metal.attention(q, keys, values, span, 0.1, chunks=Chunks(64), factory=factory)
     chunks, _ = SIMULATOR.reports[-2:]
     assert chunks.buffers["keys"].reads == chunks.buffers["values"].reads == 1
     # Two simdgroups share the rows of 17 times 6, so that none waits: both load the keys, side by side.
@@ -189,11 +188,11 @@ def test_the_operator_gives_what_stock_mlx_gives(start, T, first, monkeypatch):
     q = normal(B, 4, T, D, seed=3)
     keys, values = (Stored(normal(B, 2, capacity, D, seed=seed)) for seed in (1, 2))
     length = T if T == 18 else 74
-    mask = reference.seen(mx.broadcast_to(mx.array(start), (B,)), T, length, None, first)[:, None]
-    args = (q, keys, values, start, length, D**-0.5, mask)
+    span = Span(start, length, first)
+    args = (q, keys, values, span, D**-0.5, span.mask(T)[:, None])
     launches = len(SIMULATOR.reports)
     want = attention(*args)
-    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: SIMULATOR.metal_kernel)
-    got = attention(*args, first=first)
+    serve(monkeypatch, SIMULATOR.metal_kernel)
+    got = attention(*args)
     assert (len(SIMULATOR.reports) > launches) == (T <= 17)
     np.testing.assert_allclose(np.array(got), np.array(want), rtol=0, atol=3e-6)

@@ -7,14 +7,13 @@ import pytest
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from specmlx.formats.scaled_linear import ScaledLinear
-from specmlx.kernels.choice.operator import STOCK
+from specmlx.kernels.choice.operator import REFERENCE, STOCK
 from specmlx.kernels.choice.operators import QUANTIZED_MATMUL
 from specmlx.kernels.choice.table import Outcome, Table
 from specmlx.kernels.chosen import choose_kernels, mixed
 from specmlx.kernels.dispatch import Chooser
-from specmlx.kernels.linear import CHOSEN
-from specmlx.kernels.mlp import GatedMLP
-from specmlx.kernels.quantized_matmul import reference
+from specmlx.kernels.linear import CHOSEN, GatedMLP
+from specmlx.kernels.quantized_matmul import Matrix, reference
 
 
 class Tiny(nn.Module):
@@ -72,7 +71,7 @@ def test_a_bias_is_added_and_many_rows_go_to_mlx(tmp_path):
     model = nn.Sequential(layer)
     choose_kernels(model, mx.bfloat16, chooser(tmp_path, A=0.5), sim.metal_kernel)
     x = mx.random.normal((33, 64), key=mx.random.key(0)).astype(mx.bfloat16)
-    want = reference.quantized_matmul(x, layer.weight, layer.scales, layer.biases, group_size=64, bits=4) + layer.bias
+    want = reference.quantized_matmul(x, Matrix(layer.weight, layer.scales, layer.biases)) + layer.bias
     assert mx.array_equal(model(x[:2]), want[:2])
     launches = len(sim.reports)
     assert launches and mx.array_equal(model(x), layer(x))
@@ -151,13 +150,13 @@ def test_what_is_raced_is_what_the_reference_takes(mode, bits, group_size):
     key = {"N": 200, "K": 128, "mode": mode, "bits": bits, "group_size": group_size, "dtype": "bfloat16"}
     small = QUANTIZED_MATMUL.small(key)
     inputs = QUANTIZED_MATMUL.inputs(small, 3, seed=1, exact=True)
-    want = QUANTIZED_MATMUL.reference(inputs)
+    want = QUANTIZED_MATMUL.run(REFERENCE, inputs)
     # In float32: in bfloat16 mlx's CPU kernel sums in bfloat16.
     stock = QUANTIZED_MATMUL.run(STOCK, inputs._replace(x=inputs.x.astype(mx.float32)))
     assert mx.abs(stock - want).max().item() < QUANTIZED_MATMUL.tolerance(key) * mx.abs(want).max().item()
-    timed = QUANTIZED_MATMUL.inputs(key, 3, seed=1, exact=False)
+    timed = QUANTIZED_MATMUL.inputs(key, 3, seed=1, exact=False).matrix
     assert timed.w.shape == (200, 128 * bits // 32) and timed.w.nbytes == QUANTIZED_MATMUL.nbytes(key)
-    assert timed.scales.dtype == inputs.scales.dtype
+    assert timed.scales.dtype == inputs.matrix.scales.dtype
 
 
 def test_kernels_that_differ_by_the_number_of_rows_are_named(tmp_path):

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from msl import Simulator
-from rig import in_rounds, tiny, tokens
+from rig import in_rounds, serve, tiny, tokens
 
 from specmlx.kernels import dispatch, gated_delta
 from specmlx.kernels.gated_delta import reference
@@ -16,7 +16,7 @@ FACTORY = SIMULATOR.metal_kernel
 
 @pytest.fixture(autouse=True)
 def served(monkeypatch):
-    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: FACTORY)
+    serve(monkeypatch, FACTORY)
 
 
 # Hk, Hv, Dk, Dv: the real shape's heads, one head, sizes that are no power of two, one row a lane.
@@ -142,7 +142,7 @@ def test_a_prefill_on_the_kernel_has_the_bits_of_its_passes_of_at_most_16_rows(m
         singles.append(y_t)
     assert same(y, mx.concatenate(singles, axis=1)) and same(after, one)
     # Where mlx's operator is right it runs prompts, unless they have to be consistent with steps.
-    monkeypatch.setattr(dispatch, "kernel", lambda name, *_, **__: FACTORY if name == "gated_delta" else None)
+    serve(monkeypatch, FACTORY, "gated_delta")
     launches = len(SIMULATOR.reports)
     mx.eval(gated_delta.prefill(S, *passed), gated_delta.prefill(S, *passed, gradient=True, consistent=True))
     assert len(SIMULATOR.reports) == launches
@@ -153,11 +153,10 @@ def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations(monkey
     model = tiny(num_hidden_layers=4)
     ids = tokens(3, 9)[0].tolist()
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "kernel", lambda *_, **__: None)
+        serve(patch, None)
         want = in_rounds(model, model.new_states(), ids, seed=4, most=4)
     launches = len(SIMULATOR.reports)
-    on_ours = lambda operator, *_, **__: FACTORY if operator == "gated_delta" else None  # noqa: E731
-    monkeypatch.setattr(dispatch, "kernel", on_ours)
+    serve(monkeypatch, FACTORY, "gated_delta")
     got = in_rounds(model, model.new_states(), ids, seed=4, most=4)
     assert len(SIMULATOR.reports) - launches >= 3
     np.testing.assert_allclose(np.array(mx.stack(got)), np.array(mx.stack(want)), rtol=0, atol=1e-5)
@@ -166,7 +165,7 @@ def test_a_models_rounds_on_the_kernel_give_the_logits_of_mlxs_operations(monkey
 def test_a_layer_asks_for_both_kernels_together_and_for_none_in_training(monkeypatch):
     model, asked = tiny(num_hidden_layers=4), []
     layer = model.layers[0].linear_attn
-    monkeypatch.setattr(dispatch, "kernel", lambda operator, dtype, **_: asked.append((operator, dtype)))
+    monkeypatch.setattr(dispatch, "serves", lambda operator, key: asked.append((operator, dict(key)["dtype"])))
     assert not layer.on_kernel(mx.bfloat16)
     assert asked == [("gated_delta_prefill", mx.float32), ("gated_delta", mx.bfloat16)]
     layer.consistent = True

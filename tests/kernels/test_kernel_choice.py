@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 import fake_operators
 import mlx.core as mx
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 from specmlx.cli import main
 from specmlx.kernels import dispatch
 from specmlx.kernels.choice import child
-from specmlx.kernels.choice.operator import FIXED, STOCK, import_operator
+from specmlx.kernels.choice.operator import FIXED, STOCK
 from specmlx.kernels.choice.operators import GATED_DELTA_PREFILL, OPERATORS, QUANTIZED_MATMUL
 from specmlx.kernels.choice.race import NoRace, interpreter, race
 from specmlx.kernels.choice.table import Outcome, Table, entry_name
@@ -128,7 +129,7 @@ def test_consistent_leaves_out_kernels_whose_order_depends_on_the_rows(file):
     assert str(chooser(file, race=lambda *_: outcome, consistent=True).choose(operator, KEY)) == "other"
 
 
-def test_of_an_operator_that_is_not_raced_the_first_right_kernel_serves_all_row_counts(file):
+def test_of_an_operator_that_is_not_raced_the_first_right_kernelserves_all_row_counts(file):
     assert str(chooser(file).choose(fake_operators.checked_slow, KEY)) == "slow"
     with pytest.warns(UserWarning, match="kernel wrong of fake"):
         assert str(chooser(file).choose(fake_operators.checked_wrong_quick, {**KEY, "N": 64})) == "quick"
@@ -143,12 +144,12 @@ def on_this_chip(monkeypatch):
     """Let `dispatch` ask this chooser, as on a Metal device."""
 
     def ask(chooser: Chooser) -> None:
-        dispatch._serves.cache_clear()
+        dispatch.serves.cache_clear()
         monkeypatch.setattr(dispatch, "_chooser", lambda: chooser)
 
     monkeypatch.setattr(dispatch, "on_metal", lambda: True)
     yield ask
-    dispatch._serves.cache_clear()
+    dispatch.serves.cache_clear()
 
 
 def refusal(chooser: Chooser) -> str:
@@ -170,11 +171,11 @@ def test_consistent_without_a_kernel_is_refused_or_mlx_held_to_one_number_of_row
     on_this_chip(losing)
     assert str(losing.choose(QUANTIZED_MATMUL, key)) == FIXED
     assert refusal(losing).endswith("is not used on Apple M99: hangs")
-    assert dispatch.kernel("accept", mx.float32) is dispatch.kernel("accept", mx.float32) is None
+    assert dispatch.kernel("accept", {"dtype": mx.float32}) is dispatch.kernel("accept", {"dtype": mx.float32}) is None
     assert asked.count("accept") == 1
     on_this_chip(chooser(file.with_name("right.json"), race=lambda *_: Outcome()))
-    assert dispatch.kernel("accept", mx.float32) is mx.fast.metal_kernel
-    assert dispatch.kernel("gated_delta_prefill", mx.float32, Hk=1, Hv=2, Dk=64, Dv=32) is None
+    assert dispatch.kernel("accept", {"dtype": mx.float32}) is mx.fast.metal_kernel
+    assert dispatch.kernel("gated_delta_prefill", {"Hk": 1, "Hv": 2, "Dk": 64, "Dv": 32, "dtype": mx.float32}) is None
 
 
 def test_everything_can_be_switched_off(file, monkeypatch, on_this_chip):
@@ -183,7 +184,7 @@ def test_everything_can_be_switched_off(file, monkeypatch, on_this_chip):
     consistent = chooser(file, race=no_race, consistent=True)
     on_this_chip(consistent)
     assert str(consistent.choose(fake_operators.quick, KEY)) == FIXED
-    assert dispatch.kernel("accept", mx.float32) is None and dispatch.metal_factory() is None
+    assert dispatch.kernel("accept", {"dtype": mx.float32}) is None and dispatch.metal_factory() is None
     assert refusal(consistent).endswith("is off: SPECMLX_KERNELS=0")
     monkeypatch.delenv("SPECMLX_KERNELS")
     consistent.table.off.append("attention")
@@ -222,7 +223,7 @@ def test_a_race_starts_from_a_command_a_pipe_and_a_script_without_a_guard(way, t
     assert done.returncode == 0 and done.stderr.split() == ["ran"], done.stderr
 
 
-def test_where_no_race_can_be_held_mlx_serves_and_nothing_is_kept(file):
+def test_where_no_race_can_be_held_mlxserves_and_nothing_is_kept(file):
     tries = []
 
     def none(operator, key):
@@ -269,7 +270,7 @@ def test_a_table_that_can_not_be_written_is_no_error(tmp_path):
     assert str(choice) == "quick"
 
 
-def test_where_there_is_no_metal_device_mlx_serves():
+def test_where_there_is_no_metal_device_mlxserves():
     assert (
         str(Chooser(table=Table.read(chip="none"), race=no_race, available=False).choose(fake_operators.quick, KEY))
         == STOCK
@@ -293,7 +294,7 @@ def test_every_kernel_passes_the_check_and_the_row_counts_can_be_timed(operator)
     key = KEYS[operator.name]
     variants = list(operator.variants(key))
     simulated = replace(operator, factory=msl.Simulator().metal_kernel)
-    assert import_operator(operator.address) is operator
+    assert resolve_name(operator.address) is operator
     assert child.check(simulated, key, (1, 16), variants) == variants
     for rows in operator.rows if operator.raced else ():
         assert operator.run(STOCK, operator.inputs(key, rows, seed=0, exact=False)).size

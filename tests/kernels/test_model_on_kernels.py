@@ -9,7 +9,7 @@ import pytest
 import rig
 from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.tuner.lora import LoRALinear
-from rig import generate_tokens
+from rig import generate_tokens, serve
 
 from specmlx.cache.conversation import Conversation
 from specmlx.cache.quantized import KVFormat
@@ -20,7 +20,6 @@ from specmlx.drafters.checkpoint import build
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.ngram import NGram
 from specmlx.evaluation.parity import verdicts, verdicts_by_choice
-from specmlx.kernels import dispatch
 from specmlx.kernels.choice.operator import STOCK
 from specmlx.kernels.choice.table import Outcome, Table
 from specmlx.kernels.chosen import choose_kernels, restore, run_by_mlx
@@ -55,15 +54,10 @@ def chooser(tmp_path, consistent=False, **seconds: float) -> Chooser:
 @pytest.fixture
 def on_kernels(monkeypatch):
     def on_kernels(model, sim: msl.Simulator, chooser: Chooser) -> None:
-        serve(monkeypatch, sim, "attention", "gated_delta", "gated_delta_prefill")
+        serve(monkeypatch, sim.metal_kernel, "attention", "gated_delta", "gated_delta_prefill")
         choose_kernels(model, mx.bfloat16, chooser, sim.metal_kernel)
 
     return on_kernels
-
-
-def serve(patch, sim: msl.Simulator, *operators: str) -> None:
-    """Let the simulator run these operators' kernels."""
-    patch.setattr(dispatch, "kernel", lambda name, *_, **__: sim.metal_kernel if name in operators else None)
 
 
 def logits(model, rows: mx.array, states=None) -> mx.array:
@@ -87,7 +81,7 @@ def test_a_pass_on_the_kernels_is_that_of_mlx_up_to_rounding(tmp_path, form, cha
     assert launched["attention_chunks"] == launched["gated_delta"] == 1
     assert any(name.startswith("quantized_matmul") for name in launched)
     restore(model)
-    serve(monkeypatch, sim)
+    serve(monkeypatch, None)
     before = len(sim.reports)
     assert mx.array_equal(logits(model, rows), stock)
     assert len(sim.reports) == before
@@ -105,7 +99,7 @@ def test_quantized_keys_and_values_are_read_by_the_kernel(kv_bits, monkeypatch):
         return mx.concatenate([first.logits, model.verify(states, rows[:, 3:]).logits], axis=1)
 
     want = passes()
-    serve(monkeypatch, sim, "attention", "gated_delta", "gated_delta_prefill")
+    serve(monkeypatch, sim.metal_kernel, "attention", "gated_delta", "gated_delta_prefill")
     got = passes()
     assert mx.abs(got - want).max().item() <= 0.03 * mx.abs(want).max().item()
     assert [report.name for report in sim.reports].count("specmlx_attention_chunks") == 2
@@ -181,7 +175,7 @@ def test_rounds_with_every_operator_on_our_kernels(tmp_path, rule, on_kernels, m
     quick = chooser(tmp_path, AX=0.5)
     on_kernels(model, sim, quick)
     on_kernels(drafter.model, sim, quick)
-    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: sim.metal_kernel)
+    serve(monkeypatch, sim.metal_kernel)
 
     def text(width: int) -> list[int]:
         policy = Policy(sampler, None, seed)

@@ -13,8 +13,9 @@ from msl.source import ATTRIBUTES, generate
 
 from specmlx.kernels import quantized_matmul
 from specmlx.kernels.accept import metal as accept_kernel
-from specmlx.kernels.attention import Stored
+from specmlx.kernels.attention import Span, Stored
 from specmlx.kernels.attention import metal as attention_kernel
+from specmlx.kernels.draft_head import Candidates
 from specmlx.kernels.draft_head import metal as draft_head_kernel
 from specmlx.kernels.gated_delta import Tape
 from specmlx.kernels.gated_delta import metal as gated_delta_kernel
@@ -74,28 +75,29 @@ def test_the_librarys_own_launches_have_the_source_that_mlx_generates(tmp_path, 
         return launch
 
     x, w = matrices(9, 40, 128)
-    weights = mx.quantize(w, 64, 4)
+    weights = quantized_matmul.Matrix(*mx.quantize(w, 64, 4))
     for variant in ("A", "AX", "B", "V"):
-        quantized_matmul.quantized_matmul(x, *weights, kernel=factory, variant=variant)
-    quantized_matmul.gated_quantized_matmul(x, weights, weights, kernel=factory)
-    experts = [mx.stack([a, a]) for a in weights]
+        quantized_matmul.quantized_matmul(x, weights, variant, factory=factory)
+    quantized_matmul.gated_quantized_matmul(x, weights, weights, factory=factory)
+    experts = quantized_matmul.Matrix(*(mx.stack([a, a]) for a in weights[:3]))
     pairs = mx.array([3, 1], mx.uint32), mx.array([0, 1], mx.int32)
-    quantized_matmul.gather_quantized_matmul(x, *experts, *pairs, kernel=factory)
+    quantized_matmul.gather_quantized_matmul(x, experts, *pairs, factory=factory)
     heads, rows, one = mx.zeros((1, 2, 32, 32)), mx.zeros((1, 3, 1, 32)), mx.array([1], mx.int32)
     tape = Tape(rows, mx.zeros((1, 3, 2, 32)), mx.zeros((1, 3, 2)))
     gated_delta_kernel.advance(heads, tape, one, rows, rows, tape.delta, tape.g, tape.g, factory=factory)
     gated_delta_kernel.fold(heads, tape, one, factory=factory)
     kv = Stored(mx.zeros((1, 1, 64, 64)))
-    attention_kernel.attention(mx.zeros((1, 2, 3, 64)), kv, kv, one, 4, 1.0, factory=factory)
+    attention_kernel.attention(mx.zeros((1, 2, 3, 64)), kv, kv, Span(one, 4), 1.0, factory=factory)
     scores, ids = mx.zeros((1, 3, 40)), mx.zeros((1, 2), mx.int32)
-    accept_kernel.match(ids, scores, None, factory)
+    accept_kernel.match_best(ids, scores, None, factory)
     accept_kernel.rejection(ids, scores[:, :2], scores, mx.zeros((1, 2)), scores[:, 0], factory)
     draft_head_kernel.top_k(scores, 4, factory)
     table = mx.zeros((40, 64))
     draft_head_kernel.chain(scores, table, table, one, None, 1.0, None, True, factory)
     shortlist = mx.zeros((1, 3, 4), mx.int32)
-    draft_head_kernel.walk(mx.zeros((1, 3, 4)), shortlist, table, table, one, None, None, 1.0, factory)
-    draft_head_kernel.path(mx.zeros((1, 3, 4)), shortlist, table, table, one, None, factory)
+    candidates = Candidates(mx.zeros((1, 3, 4)), shortlist, table, table, one)
+    draft_head_kernel.walk(candidates, None, 1.0, factory)
+    draft_head_kernel.path(candidates, factory)
     assert len(names) == 21, sorted(names)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import rig
 
-from specmlx.kernels import dispatch
+from specmlx.kernels.attention import Span
 from specmlx.kernels.attention import metal as attention
 from specmlx.kernels.choice.child import check
 from specmlx.kernels.choice.operator import FIXED, STOCK
@@ -79,7 +79,7 @@ def test_a_rows_bits_depend_neither_on_the_number_of_rows_nor_on_its_place(facto
     operator = replace(operator, factory=factory)
     inputs = operator.inputs(product(name), 32, seed=3, exact=True)
     # A product with what is added to it is a kernel of its own.
-    with_rows = [field for field in ("x", "residual") if field in inputs._fields]
+    with_rows = [field for field in ("x", "other") if isinstance(getattr(inputs, field), mx.array)]
 
     def bits(rows: np.ndarray) -> np.ndarray:
         some = {field: getattr(inputs, field)[mx.array(rows)] for field in with_rows}
@@ -123,7 +123,7 @@ def test_a_positions_attention_has_the_same_bits_alone_and_among_others(factory)
     def rows(first: int, count: int) -> mx.array:
         at = mx.array([start + first], dtype=mx.int32)
         part = q[:, :, first : first + count]
-        return attention.attention(part, keys, values, at, start + first + count, 0.125, factory=factory)
+        return attention.attention(part, keys, values, Span(at, start + first + count), 0.125, factory=factory)
 
     together = rows(0, 17)
     for first, count in ((0, 1), (3, 5), (8, 9), (16, 1)):
@@ -142,7 +142,7 @@ def test_a_consistent_models_rows_have_the_same_bits_alone_and_together(factory,
     outcome = Outcome() if form == FIXED else Outcome({1: {form: 1.0, "A": 2.0}, 32: {form: 1.0, "A": 2.0}})
     table = Table.read(tmp_path / "kernels.json", "this chip")
     chooser = Chooser(table=table, race=lambda *_: outcome, available=True, consistent=True)
-    monkeypatch.setattr(dispatch, "kernel", lambda *_, **__: factory)
+    rig.serve(monkeypatch, factory)
     choose_kernels(model, mx.bfloat16, chooser, factory)
     ids, states, alone = rig.tokens(1, 9), model.new_states(), []
     together = model.verify(model.new_states(), ids).logits

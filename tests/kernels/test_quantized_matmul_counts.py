@@ -18,13 +18,13 @@ BOUNDED = [name for name in FORMATS if name.startswith(("affine4", "affine8", "n
 def test_weights_and_scales_are_read_once_in_whole_lines(name):
     sim = Simulator()
     N, K = 256, 2048
-    packed, format = weights(name, (N, K))
+    packed = weights(name, (N, K))
     for M in (1, 5, 8, 16, 24):
-        kernels.quantized_matmul(inputs(M, K), *packed, **format, kernel=sim.metal_kernel)
+        kernels.quantized_matmul(inputs(M, K), packed, factory=sim.metal_kernel)
         traffic = sim.last.buffers
         for key in ("w", "scales", *["biases"] * (packed[2] is not None)):
             assert traffic[key].reads == (1 if M <= 16 else 2) and traffic[key].line_use == 1, key
-        packed_bytes = sum(a.nbytes for a in packed if a is not None)
+        packed_bytes = packed.nbytes
         if M in (8, 16):
             assert traffic["ordered_x"].simd_bytes <= M // 8 * packed_bytes
             assert sim.last.multiply_adds <= 1.15 * M * N * K
@@ -34,11 +34,11 @@ def counted(form, name, M):
     """A row of the README's table: a launch of N 64, K 5120 as the simulator counts it."""
     sim = Simulator()
     N, K = 64, 5120
-    packed, format = weights(name, (N, K))
-    kernels.quantized_matmul(inputs(M, K), *packed, **format, kernel=sim.metal_kernel, variant=form)
+    packed = weights(name, (N, K))
+    kernels.quantized_matmul(inputs(M, K), packed, factory=sim.metal_kernel, variant=form)
     report, traffic = sim.last, sim.last.buffers
     x = traffic["x" if form == "V" else "ordered_x"]
-    packed_bytes = sum(a.nbytes for a in packed if a is not None)
+    packed_bytes = packed.nbytes
     return [
         traffic["w"].reads,
         traffic["w"].line_use,

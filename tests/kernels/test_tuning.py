@@ -4,8 +4,7 @@ import mlx.core as mx
 import pytest
 from msl import Simulator
 
-from specmlx.kernels.attention import Stored, metal, reference
-from specmlx.kernels.attention.metal import Chunks
+from specmlx.kernels.attention import Span, Stored, metal, reference
 from specmlx.kernels.tuning import FAMILIES, family
 
 
@@ -18,7 +17,7 @@ def test_a_family_goes_by_the_architectures_last_letter_and_unknown_chips_have_o
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_familys_chunks_give_a_position_its_bits_whatever_the_number_of_rows(name):
-    chunks, sim = Chunks.of(FAMILIES[name]), Simulator()
+    chunks, sim = FAMILIES[name].chunks, Simulator()
     length = chunks.size * 2 + 5
     q, k, v = (
         mx.random.normal((1, heads, n, 64), key=mx.random.key(i)).astype(mx.bfloat16)
@@ -26,21 +25,12 @@ def test_a_familys_chunks_give_a_position_its_bits_whatever_the_number_of_rows(n
     )
 
     def rows(first: int, count: int) -> mx.array:
-        start = mx.array([length - 3 + first], dtype=mx.int32)
-        some = q[:, :, first : first + count]
-        return metal.attention(
-            some,
-            Stored(k),
-            Stored(v),
-            start,
-            length - 3 + first + count,
-            0.125,
-            chunks=chunks,
-            factory=sim.metal_kernel,
-        )
+        span = Span(mx.array([length - 3 + first], dtype=mx.int32), length - 3 + first + count)
+        some, factory = q[:, :, first : first + count], sim.metal_kernel
+        return metal.attention(some, Stored(k), Stored(v), span, 0.125, chunks=chunks, factory=factory)
 
     together = rows(0, 3)
-    want = reference.attention(q, Stored(k), Stored(v), mx.array([length - 3]), 0.125)
+    want = reference.by_formula(q, Stored(k), Stored(v), Span(length - 3, length), 0.125)
     assert mx.abs(together - want).max().item() < 2**-7 * mx.abs(want).max().item()
     for t in range(3):
         assert mx.array_equal(rows(t, 1), together[:, :, t : t + 1]), t

@@ -9,8 +9,7 @@ import mlx.nn as nn
 
 from specmlx.drafters.config import DrafterConfig
 from specmlx.formats.rope import attention_factor, periods
-from specmlx.kernels.linear import added, products
-from specmlx.kernels.mlp import GatedMLP
+from specmlx.kernels.linear import GatedMLP, added, products
 
 # How the keys and values `[B, H, R, D]` of a block's own rows meet those of the context.
 Join = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]

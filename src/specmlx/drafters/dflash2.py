@@ -12,7 +12,7 @@ from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import DrafterConfig
 from specmlx.drafters.context import Context
 from specmlx.drafters.proposal import DraftPolicy, Proposal, among
-from specmlx.kernels.draft_head import path, top_k, walk
+from specmlx.kernels.draft_head import Candidates, path, top_k, walk
 
 
 class DynamicConv(nn.Module):
@@ -114,10 +114,10 @@ class DFlash2(BlockDrafter):
         ids = ids if self.vocabulary is None else self.vocabulary.ids[ids]
         codebooks = selector.predecessor_codebook, selector.successor_codebook
         if policy.greedy:
-            return Proposal(path(unary, ids, *codebooks, anchor, selector.hidden_projection(hidden)))
+            return Proposal(path(Candidates(unary, ids, *codebooks, anchor, selector.hidden_projection(hidden))))
         if draws := policy.draws(len(anchor), slots, self.vocab_size):
-            z, noise = selector.hidden_projection(hidden), draws.at(ids)
-            tokens, scores = walk(unary, ids, *codebooks, anchor, z, noise, draws.scale)
+            candidates = Candidates(unary, ids, *codebooks, anchor, selector.hidden_projection(hidden))
+            tokens, scores = walk(candidates, draws.at(ids), draws.scale)
             return Proposal(tokens, draws.q(among(scores, ids, self.vocab_size)) if draws.sampled else None)
 
         def draw(slot: int, previous: mx.array) -> Drawn:

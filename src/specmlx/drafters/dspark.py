@@ -10,7 +10,7 @@ from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.config import GEMMA4, DrafterConfig
 from specmlx.drafters.context import Context
 from specmlx.drafters.proposal import DraftPolicy, Proposal, among
-from specmlx.kernels.draft_head import chain, top_k, walk
+from specmlx.kernels.draft_head import Candidates, chain, top_k, walk
 from specmlx.kernels.linear import products
 
 
@@ -164,7 +164,7 @@ class DSpark(BlockDrafter):
                 noise, kept = draws.at(reduced), draws.sampled
                 tokens, scores = chain(logits, *tables, noise, draws.scale, reduced, keep_logits=kept)
             else:
-                tokens, scores = walk(logits, ids, *tables, None, draws.at(ids), draws.scale)
+                tokens, scores = walk(Candidates(logits, ids, *tables), draws.at(ids), draws.scale)
             if draws.sampled:
                 q = draws.q(self.widen(scores) if rows is None else among(scores, ids, self.vocab_size))
         confidence = None

@@ -11,8 +11,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from specmlx.kernels.choice.operator import FIXED, STOCK
 from specmlx.kernels.choice.operators import EXPERTS, GATE_UP, QUANTIZED_MATMUL
 from specmlx.kernels.dispatch import Choice, Chooser, dtype_name, why_not
-from specmlx.kernels.linear import CHOSEN, PACKED, Chosen, Experts, as_stock, packing, with_choice
-from specmlx.kernels.mlp import GatedMLP
+from specmlx.kernels.linear import CHOSEN, PACKED, Chosen, Experts, GatedMLP, as_stock, matrix, with_choice
 from specmlx.kernels.quantized_matmul import supported
 
 
@@ -42,39 +41,52 @@ def choose_kernels(
     """
     chosen: dict[str, Choice] = {}
     restore(model)
-    for module in _served(model):
+    for module in _of(Served, model):
         module.consistent = chooser.consistent
-    paired = _choose_pairs(model, dtype, chooser, factory, chosen)
-    replaced = []
-    for path, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module):
-        if id(layer) in paired or type(layer) not in CHOSEN:
-            continue
+    for mlp in _of(GatedMLP, model):
+        if (gate := mlp.pair()) is not None and _supported(gate, dtype):
+            choice = chooser.choose(GATE_UP, _key(gate, dtype))
+            if not {STOCK, FIXED}.issuperset(choice.by_rows):
+                chosen[f"gate and up {_name(gate)}"] = choice
+                mlp.choose(choice, factory)
+
+    def choose(layer: nn.Module) -> nn.Module:
         operator = EXPERTS if issubclass(CHOSEN[type(layer)], Experts) else QUANTIZED_MATMUL
         if _supported(layer, dtype):
             experts = {"E": len(layer.weight)} if operator is EXPERTS else {}
             choice = chosen[_name(layer)] = chooser.choose(operator, experts | _key(layer, dtype))
         else:
             choice = Choice.same(operator, FIXED if chooser.consistent else STOCK, together=True)
-        if set(choice.by_rows) != {STOCK}:
-            replaced.append((path, with_choice(layer, choice, factory)))
-    model.update_modules(tree_unflatten(replaced))
+        return layer if set(choice.by_rows) == {STOCK} else with_choice(layer, choice, factory)
+
+    paired = _paired(model)
+    _replace(model, lambda layer: choose(layer) if type(layer) in CHOSEN and id(layer) not in paired else layer)
     if chooser.consistent:
-        _check_consistent(model, dtype)
+        _check_consistent(model, dtype, paired)
     return chosen
 
 
 def restore(model: nn.Module) -> None:
     """Let mlx and mlx-lm run every product again."""
+    _replace(model, lambda layer: as_stock(layer) if isinstance(layer, Chosen) else layer)
+    for mlp in _of(GatedMLP, model):
+        mlp.choose(None)
+
+
+def _replace(model: nn.Module, new: Callable[[nn.Module], nn.Module]) -> None:
+    """Put other layers in the places of those for which `new` gives others."""
     layers = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    replaced = [(path, as_stock(layer)) for path, layer in layers if isinstance(layer, Chosen)]
+    replaced = [(path, other) for path, layer in layers if (other := new(layer)) is not layer]
     model.update_modules(tree_unflatten(replaced))
-    for module in model.modules():
-        if isinstance(module, GatedMLP):
-            module.choose(None)
 
 
-def _served(model: nn.Module) -> list[Served]:
-    return [module for module in model.modules() if isinstance(module, Served)]
+def _of(kind: type, model: nn.Module) -> list:
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _paired(model: nn.Module) -> set[int]:
+    """The layers that an MLP runs as a pair, by id."""
+    return {id(layer) for mlp in _of(GatedMLP, model) for layer in mlp.served()}
 
 
 def mixed(chosen: dict[str, Choice], by_mlx: Sequence[str] = ()) -> str | None:
@@ -95,35 +107,14 @@ def run_by_mlx(model: nn.Module, dtype: mx.Dtype) -> list[str]:
     """What mlx runs in a model by other kernels for one row than for many. What is not checked yet, is then."""
     dense = CHOSEN.keys() - {nn.Embedding, *PACKED}
     found = {"dense products" for layer in model.modules() if type(layer) in dense}
-    return sorted(found | {each.operator for each in _served(model) if not each.on_kernel(dtype)})
+    return sorted(found | {each.operator for each in _of(Served, model) if not each.on_kernel(dtype)})
 
 
-def _choose_pairs(
-    model: nn.Module, dtype: mx.Dtype, chooser: Chooser, factory: Callable, chosen: dict[str, Choice]
-) -> set[int]:
-    """Choose for gate and up of each MLP together; the layers that need no choice of their own then, by id."""
-    for module in model.modules():
-        layer = module.pair() if isinstance(module, GatedMLP) else None
-        if layer is None or not _supported(layer, dtype):
-            continue
-        choice = chooser.choose(GATE_UP, _key(layer, dtype))
-        if not {STOCK, FIXED}.issuperset(choice.by_rows):
-            chosen[f"gate and up {_name(layer)}"] = choice
-            module.choose(choice, factory)
-    return _paired(model)
-
-
-def _paired(model: nn.Module) -> set[int]:
-    """The layers that an MLP runs as a pair, by id."""
-    return {id(layer) for module in model.modules() if isinstance(module, GatedMLP) for layer in module.served()}
-
-
-def _check_consistent(model: nn.Module, dtype: mx.Dtype) -> None:
-    for module in _served(model):
+def _check_consistent(model: nn.Module, dtype: mx.Dtype, paired: set[int]) -> None:
+    for module in _of(Served, model):
         if not module.on_kernel(dtype):
             raise ValueError(f"consistent can't be had: {why_not(module.operator)}")
     # A convolution is four products a value; gate and up of a pair are run by their MLP.
-    paired = _paired(model)
     for path, module in model.named_modules():
         if isinstance(module, (Chosen, nn.Conv1d)) or id(module) in paired:
             continue
@@ -133,18 +124,17 @@ def _check_consistent(model: nn.Module, dtype: mx.Dtype) -> None:
 
 
 def _key(layer: nn.Module, dtype: mx.Dtype) -> dict:
-    N, words = layer.weight.shape[-2:]
-    return {"N": N, "K": words * 32 // layer.bits, **packing(layer), "dtype": dtype_name(dtype)}
+    N, K = matrix(layer).shape[-2:]
+    return {"N": N, "K": K, **matrix(layer).format, "dtype": dtype_name(dtype)}
 
 
 def _name(layer: nn.Module) -> str:
-    *shape, words = layer.weight.shape
-    sizes = "x".join(str(n) for n in (*shape, words * 32 // layer.bits))
+    sizes = "x".join(str(n) for n in matrix(layer).shape)
     return f"{sizes} {layer.mode} {layer.bits}/{layer.group_size}"
 
 
 def _supported(layer: nn.Module, dtype: mx.Dtype) -> bool:
     if type(layer) not in PACKED or (isinstance(layer, QuantizedSwitchLinear) and layer.global_scale is not None):
         return False
-    x = mx.zeros((1, layer.weight.shape[-1] * 32 // layer.bits), dtype)
-    return supported(x, layer.weight, layer.scales, **packing(layer))
+    packed = matrix(layer)
+    return supported(mx.zeros((1, packed.shape[-1]), dtype), packed)

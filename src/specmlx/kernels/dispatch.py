@@ -1,16 +1,18 @@
 """Who runs an operator on this chip, by shape, dtype and number of rows: a kernel of ours, or mlx.
 
-Products are raced against mlx's, and the choices are put into a model's layers (`chosen`). The other operators ask
-`kernel` when they are called: ours runs where it was found right.
+Products are raced against mlx's, and the choices are put into a model's layers (`chosen`). The other operators are
+`Dispatched` when they are called: ours runs where it was found right.
 """
 
 import os
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache, update_wrapper
 from itertools import groupby
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 
@@ -31,15 +33,49 @@ def metal_factory() -> Callable | None:
     return mx.fast.metal_kernel if on_metal() and os.environ.get(OFF) != "0" else None
 
 
-def kernel(operator: str, dtype: mx.Dtype, **shape: int | str) -> Callable | None:
-    """What makes the operator's kernels for this shape, or None where mlx runs it: not on Metal, off, or not right.
+class Dispatched:
+    """A function that runs our kernel where there is Metal and the kernel is right for the arguments, else mlx.
 
-    A shape that is new on this chip is checked first, which takes some seconds.
+    operator: as `OPERATORS` names it. reference, metal: where the function of this name is mlx's operations, and the
+    kernel's launch, which takes `factory` too. key: of the same arguments, as of `kernel`.
     """
-    if not on_metal() or os.environ.get(OFF) == "0":
-        return None
-    served = _serves(operator, (*shape.items(), ("dtype", dtype_name(dtype))))
-    return mx.fast.metal_kernel if served else None
+
+    def __init__(
+        self, operator: str, reference: ModuleType, metal: ModuleType, name: str, key: Callable[..., dict | None]
+    ):
+        self.operator, self.key = operator, key
+        self.reference, self.metal = getattr(reference, name), getattr(metal, name)
+        update_wrapper(self, self.reference)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if metal_factory() is None or (factory := kernel(self.operator, self.key(*args, **options))) is None:
+            return self.reference(*args, **options)
+        return self.metal(*args, **options, factory=factory)
+
+    def on_kernel(self, *args: Any) -> bool:
+        """Whether a kernel of ours runs for these arguments."""
+        return metal_factory() is not None and kernel(self.operator, self.key(*args)) is not None
+
+
+def kernel(operator: str, key: dict | None) -> Callable | None:
+    """What makes the operator's kernels, or None where mlx runs it: not on Metal, off, or not right.
+
+    key: dtype and shape; None where the kernels don't take it. A shape that is new on this chip is checked first, which
+    takes some seconds.
+    """
+    factory = metal_factory()
+    return factory if factory is not None and key is not None and serves(operator, tuple(key.items())) else None
+
+
+@lru_cache
+def serves(operator: str, key: tuple) -> bool:
+    """Whether the operator's kernels are right for this key, as of `dict.items`, on this chip."""
+    # It imports the kernels' packages, which import this module.
+    from specmlx.kernels.choice.operators import OPERATORS
+
+    [known] = (each for each in OPERATORS if each.name == operator)
+    named = {name: dtype_name(value) if isinstance(value, mx.Dtype) else value for name, value in key}
+    return _chooser().choose(known, named).variant(1) != STOCK
 
 
 def why_not(operator: str) -> str:
@@ -54,15 +90,6 @@ def dtype_name(dtype: mx.Dtype) -> str:
 
 
 @lru_cache
-def _serves(operator: str, key: tuple) -> bool:
-    # It imports the kernels' packages, which import this module.
-    from specmlx.kernels.choice.operators import OPERATORS
-
-    [known] = (each for each in OPERATORS if each.name == operator)
-    return _chooser().choose(known, dict(key)).variant(1) != STOCK
-
-
-@lru_cache
 def _chooser() -> "Chooser":
     return Chooser(tell=to_stderr)
 
@@ -71,13 +98,12 @@ def _chooser() -> "Chooser":
 class Choice:
     """The variant that serves a shape, by the number of rows; stock mlx beyond the last of `by_rows`."""
 
-    operator: str
     by_rows: tuple[str, ...]  # for 1, 2, ... rows
 
     @classmethod
     def same(cls, operator: Operator, variant: str, together: bool = False) -> "Choice":
         """One variant up to the last row count of a race, or up to that of many lanes together."""
-        return cls(operator.name, (variant,) * (operator.together if together else operator.rows[-1]))
+        return cls((variant,) * (operator.together if together else operator.rows[-1]))
 
     def variant(self, rows: int) -> str:
         return self.by_rows[rows - 1] if rows <= len(self.by_rows) else STOCK
@@ -98,35 +124,28 @@ def to_stderr(line: str) -> None:
     print(f"specmlx: {line}", file=sys.stderr)
 
 
+@dataclass(kw_only=True)
 class Chooser:
     """Picks the kernel of each (operator, shape) and keeps what it picked.
 
     consistent: one variant of a product for every row count, so that a row has the same bits in a pass of one row and
     of many. table: what is known of the chip; default: its file. race: how an unknown shape is decided; `available`:
     whether kernels can run here at all. tell: takes a line before a race, which takes some seconds, once for a shape
-    and chip. refused: why mlx runs operators that aren't raced, by name.
+    and chip. refused: why mlx runs operators that aren't raced, by name. no_race: why no race can be held.
     """
 
-    def __init__(
-        self,
-        *,
-        consistent: bool = False,
-        table: Table | None = None,
-        race: Callable[[Operator, Key], Outcome] = race,
-        available: bool | None = None,
-        tell: Callable[[str], None] = lambda line: None,
-    ):
-        self.table = Table.read() if table is None else table
-        self.consistent = consistent
-        self.choices: dict[str, Choice] = {}
-        self.refused: dict[str, str] = {}
-        self._race, self._tell = race, tell
-        self._no_race: str | None = None
-        self._available = on_metal() if available is None else available
+    consistent: bool = False
+    table: Table = field(default_factory=Table.read)
+    race: Callable[[Operator, Key], Outcome] = race
+    available: bool = field(default_factory=on_metal)
+    tell: Callable[[str], None] = lambda line: None
+    choices: dict[str, Choice] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    no_race: str | None = None
 
     def off(self, operator: Operator) -> str | None:
         """Why stock mlx serves this operator in any case, or None."""
-        if not self._available:
+        if not self.available:
             return "mlx does not run on a Metal device here"
         if os.environ.get(OFF) == "0":
             return f"{OFF}=0"
@@ -144,7 +163,7 @@ class Chooser:
     def _choose(self, operator: Operator, key: Key, name: str) -> Choice:
         if reason := self.off(operator):
             self.refused[operator.name] = f"the kernel of {operator.name} is off: {reason}"
-            if self.consistent and self._available and operator.raced:
+            if self.consistent and self.available and operator.raced:
                 return Choice.same(operator, FIXED, together=True)
             return Choice.same(operator, STOCK)
         outcome = self.table.entries.get(name) or self._raced(operator, key, name)
@@ -157,21 +176,21 @@ class Chooser:
         if self.consistent:
             variant = outcome.for_every_row_count(operator.variants(key))
             return Choice.same(operator, FIXED if variant == STOCK else variant, together=True)
-        return Choice(operator.name, tuple(outcome.fastest(n) for n in range(1, operator.rows[-1] + 1)))
+        return Choice(tuple(outcome.fastest(n) for n in range(1, operator.rows[-1] + 1)))
 
     def _raced(self, operator: Operator, key: Key, name: str) -> Outcome:
         """What a race finds, kept in the table; where none can be held nothing is kept, and no variant is right."""
-        if self._no_race is None:
+        if self.no_race is None:
             shape = " ".join(str(value) for value in key.values())
-            self._tell(f"choosing the kernel of {operator.name} {shape} on {self.table.chip}, once")
+            self.tell(f"choosing the kernel of {operator.name} {shape} on {self.table.chip}, once")
             try:
-                outcome = self.table.entries[name] = self._race(operator, key)
+                outcome = self.table.entries[name] = self.race(operator, key)
             except NoRace as problem:
                 # The next shape would wait for the same.
-                self._no_race = str(problem)
+                self.no_race = str(problem)
                 warnings.warn(f"kernels that were not checked before are not used: {problem}", stacklevel=5)
-        if self._no_race is not None:
-            return Outcome(dropped=dict.fromkeys(operator.variants(key), self._no_race))
+        if self.no_race is not None:
+            return Outcome(dropped=dict.fromkeys(operator.variants(key), self.no_race))
         for why in dict.fromkeys(outcome.dropped.values()):
             variants = ", ".join(v for v in outcome.dropped if outcome.dropped[v] == why)
             warnings.warn(f"kernel {variants} of {name} is not used on {self.table.chip}: {why}", stacklevel=5)

@@ -5,6 +5,7 @@ from math import ceil
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from specmlx.formats.scaled_linear import (
@@ -12,11 +13,10 @@ from specmlx.formats.scaled_linear import (
     BlockScaledSwitchLinear,
     ScaledLinear,
     ScaledSwitchLinear,
-    packing,
 )
 from specmlx.kernels.choice.operator import FIXED, STOCK
 from specmlx.kernels.dispatch import Choice
-from specmlx.kernels.quantized_matmul import Ordered, gather_by_expert, quantized_matmul
+from specmlx.kernels.quantized_matmul import Matrix, gated_quantized_matmul, gather_by_expert, quantized_matmul
 
 # Rows of a pass of FIXED: stock mlx has one kernel for so many.
 BLOCK = 32
@@ -24,14 +24,8 @@ BLOCK = 32
 
 def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     """What each layer makes of x; layers whose kernels read x in another order share one copy of it."""
-    ordered, found = None, []
-    for layer in layers:
-        if isinstance(layer, _Rows):
-            ordered = ordered or Ordered()
-            found.append(layer.product(x, ordered))
-        else:
-            found.append(layer(x))
-    return found
+    copies: dict = {}
+    return [layer.product(x, copies) if isinstance(layer, _Rows) else layer(x) for layer in layers]
 
 
 def added(residual: mx.array | None, layer: nn.Module, x: mx.array) -> mx.array:
@@ -39,6 +33,43 @@ def added(residual: mx.array | None, layer: nn.Module, x: mx.array) -> mx.array:
     if residual is None:
         return layer(x)
     return layer.product(x, residual=residual) if isinstance(layer, _Rows) else residual + layer(x)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)), by mlx-lm's names, of targets and drafters; gate and up in one pass if so chosen."""
+
+    def __init__(self, dims: int, hidden_dims: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dims, hidden_dims, bias=False)
+        self.up_proj = nn.Linear(dims, hidden_dims, bias=False)
+        self.down_proj = nn.Linear(hidden_dims, dims, bias=False)
+        self.choose(None)
+
+    def __call__(self, x: mx.array, residual: mx.array | None = None) -> mx.array:
+        """Rows `[..., D]`, plus `residual`."""
+        gate, up = self.gate_proj, self.up_proj
+        variant = STOCK if self._pair is None else self._pair.variant(x.size // x.shape[-1])
+        if variant == STOCK:
+            gated = swiglu(*products(x, gate, up))
+        else:
+            gated = gated_quantized_matmul(x, matrix(gate), matrix(up), variant, factory=self._factory)
+        return added(residual, self.down_proj, gated)
+
+    def pair(self) -> nn.Module | None:
+        """One of gate and up where both are packed alike and have no bias, else None."""
+        gate, up = self.gate_proj, self.up_proj
+        if type(gate) is not type(up) or type(gate) not in (nn.QuantizedLinear, ScaledLinear):
+            return None
+        alike = (matrix(gate).shape, matrix(gate).format) == (matrix(up).shape, matrix(up).format)
+        return gate if alike and "bias" not in gate and "bias" not in up else None
+
+    def choose(self, choice: Choice | None, factory: Callable = mx.fast.metal_kernel) -> None:
+        """Run gate and up as the choice says; without one, and in rows that it leaves to mlx, as the layers do."""
+        self._pair, self._factory = choice, factory
+
+    def served(self) -> list[nn.Module]:
+        """The layers that are run as a pair."""
+        return [] if self._pair is None else [self.gate_proj, self.up_proj]
 
 
 class Chosen(nn.Module):
@@ -50,27 +81,18 @@ class Chosen(nn.Module):
     _choice: Choice
     _factory: Callable
 
-    def _product(self, stock: Callable, x: mx.array, ordered: Ordered | None, residual: mx.array | None) -> mx.array:
-        variant = self._choice.variant(x.size // x.shape[-1])
+    def _product(
+        self, stock: Callable, x: mx.array, copies: dict | None = None, residual: mx.array | None = None
+    ) -> mx.array:
+        variant, bias = self._choice.variant(x.size // x.shape[-1]), self.get("bias")
         if variant in (STOCK, FIXED):
             y = stock(x) if variant == STOCK else in_blocks(stock, x)
-            return y if residual is None else residual + y
-        bias = self.get("bias")
-        y = quantized_matmul(
-            x,
-            self.weight,
-            self.scales,
-            self.get("biases"),
-            **packing(self),
-            tensor_scale=self.get("output_scale"),
-            variant=variant,
-            kernel=self._factory,
-            ordered=ordered,
-            residual=residual if bias is None else None,
-        )
-        if bias is None:
-            return y
-        y = y + bias
+        else:
+            fused = residual if bias is None else None
+            y = quantized_matmul(x, matrix(self), variant, copies=copies, residual=fused, factory=self._factory)
+            if bias is None:
+                return y
+            y = y + bias
         return y if residual is None else residual + y
 
 
@@ -80,16 +102,16 @@ class _Rows(Chosen):
     def __call__(self, x: mx.array) -> mx.array:
         return self.product(x)
 
-    def product(self, x: mx.array, ordered: Ordered | None = None, residual: mx.array | None = None) -> mx.array:
-        """The layer's output, plus `residual`. `ordered`: x in kernels' orders, to share with other layers."""
-        return self._product(super().__call__, x, ordered, residual)
+    def product(self, x: mx.array, copies: dict | None = None, residual: mx.array | None = None) -> mx.array:
+        """The layer's output, plus `residual`. `copies`: of x in kernels' orders, to share with other layers."""
+        return self._product(super().__call__, x, copies, residual)
 
 
 class _Head(Chosen):
     """An embedding, with the kernel where it is used as the model's head."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self._product(super().as_linear, x, None, None)
+        return self._product(super().as_linear, x)
 
 
 class Experts(Chosen):
@@ -100,9 +122,7 @@ class Experts(Chosen):
         if variant in (STOCK, FIXED):
             # Unsorted, each pair is a product by itself.
             return super().__call__(x, indices, sorted_indices and variant == STOCK)
-        packed, options = (self.weight, self.scales, self.get("biases")), packing(self)
-        options |= {"sorted_indices": sorted_indices, "kernel": self._factory}
-        y = gather_by_expert(x, *packed, indices, **options)
+        y = gather_by_expert(x, matrix(self), indices, sorted_indices=sorted_indices, factory=self._factory)
         return y + mx.expand_dims(self.bias[indices], -2) if "bias" in self else y
 
 
@@ -131,6 +151,12 @@ def as_stock(layer: Chosen) -> nn.Module:
     stock = _same(layer, STOCK_CLASSES[type(layer)])
     del stock._choice, stock._factory
     return stock
+
+
+def matrix(layer: nn.Module) -> Matrix:
+    """A packed layer's weights."""
+    arrays = layer.weight, layer.scales, layer.get("biases")
+    return Matrix(*arrays, layer.group_size, layer.bits, layer.mode, layer.get("output_scale"))
 
 
 def in_blocks(layer: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:

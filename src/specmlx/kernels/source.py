@@ -31,16 +31,19 @@ class Source:
         inputs: Sequence[mx.array],
         outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
         grid: tuple[int, int, int],
-        threadgroup: tuple[int, int, int],
+        threadgroup: tuple[int, int, int] | None = None,
         **template: Any,
     ) -> list[mx.array]:
-        """Outputs of these shapes and dtypes; grid (threads in all) and the rest as `mx.fast.metal_kernel` has them."""
+        """Outputs of these shapes and dtypes; grid (threads in all) and the rest as `mx.fast.metal_kernel` has them.
+
+        threadgroup: by default a whole row of the grid.
+        """
         shapes, dtypes = zip(*outputs, strict=True)
         return made(self, factory)(
             inputs=inputs,
             template=list(template.items()),
             grid=grid,
-            threadgroup=threadgroup,
+            threadgroup=threadgroup or (grid[0], 1, 1),
             output_shapes=shapes,
             output_dtypes=dtypes,
         )

@@ -7,8 +7,29 @@ follows from these and from N and K alone, so bits are equal within a family, wh
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
+
+# Of a threadgroup that looks for the best of a row's segment.
+THREADS = 256
+
+
+class Chunks(NamedTuple):
+    """Where keys of attention are split: `many` chunks of `size` from position 0, then chunks of `rest`.
+
+    Short ones first, so that short contexts fill the chip; long ones later, where partial results would cost more.
+    """
+
+    size: int
+    many: int = 64
+    rest: int = 1024
+
+    def count(self, length: int, seen: int | None = None) -> int:
+        """How many chunks the first `length` keys touch, or any `seen` neighbours of them."""
+        first = self.size * self.many
+        n = -(-length // self.size) if length <= first else self.many + -(-(length - first) // self.rest)
+        return n if seen is None else min(n, (seen - 2) // self.size + 2)
 
 
 @dataclass(frozen=True)
@@ -26,11 +47,8 @@ class Tuning:
     vectors: int = 5
     # Row counts of a race: plain decoding, narrow blocks one by one (V and mlx change there), whole blocks, two lanes.
     raced_rows: tuple[int, ...] = (1, 2, 3, 4, 5, 8, 16, 32)
-    # Attention: keys of a chunk, of which 16 (4 key heads) have to fill the chip; chunks of that size; keys of later
-    # ones, where there are enough and partial results would cost more.
-    chunk: int = 256
-    short_chunks: int = 64
-    long_chunk: int = 1024
+    # Attention: chunks of 256 keys, as 16 of them (4 key heads) have to fill the chip.
+    chunks: Chunks = Chunks(256)
     # Delta rule: simdgroups of a threadgroup. They share nothing but the cached loads of k and q.
     delta_simdgroups: int = 4
     # Scores of a threadgroup in acceptance and in the top k: 31 of them share a row of 248,320.
@@ -42,7 +60,7 @@ class Tuning:
 # By the last letter of mlx's name of the architecture, as in applegpu_g16s.
 FAMILIES = {
     # M1 .. M5 with 7 to 10 cores: half as many chunks fill them, and write half as many partial results.
-    "g": Tuning(chunk=512, short_chunks=32, markov_rows=2048),
+    "g": Tuning(chunks=Chunks(512, 32), markov_rows=2048),
     # Pro and Max.
     "s": Tuning(),
     # Ultra: up to 80 cores want more and smaller pieces of what is not split otherwise.
@@ -60,3 +78,9 @@ def family(architecture: str) -> Tuning:
 def tuning() -> Tuning:
     """Of the chip that mlx runs on."""
     return family(str(mx.device_info().get("architecture", "")))
+
+
+def segments(V: int) -> tuple[int, dict[str, int]]:
+    """How many segments a row of V scores has, one for each threadgroup, and what tells the kernels so."""
+    size = tuning().segment
+    return -(-V // size), {"V": V, "W": 4 if V % 4 == 0 else 1, "SEGMENT": size, "THREADS": THREADS}

@@ -203,7 +203,7 @@ def choose_kernels(model: Model | AnyLM, consistent: bool = False) -> None:
     # Asked for now, not in the middle of the first answer.
     by_mlx = run_by_mlx(model, model.dtype)
     for dtype in (model.dtype, mx.float32):
-        dispatch.kernel("accept", dtype)
+        dispatch.kernel("accept", {"dtype": dtype})
     model.kernel_note = mixed(chosen, [*by_mlx, "attention"] if isinstance(model, AnyLM) else by_mlx)
 
 
@@ -217,7 +217,7 @@ def _choose_drafter_kernels(drafter: Drafter, dtype: mx.Dtype) -> None:
         head = nn.Sequential(drafter.shortlist)
         choose_layers(head, dtype, chooser)
         drafter.shortlist = head.layers[0]
-    dispatch.kernel("draft_head", dtype)
+    dispatch.kernel("draft_head", {"dtype": dtype})
 
 
 def _attach(

@@ -8,7 +8,7 @@ import mlx.nn as nn
 from specmlx.cache.kv import KV, reserve, write
 from specmlx.cache.quantized import KVFormat
 from specmlx.formats.rope import attention_factor, is_plain, periods, rotary_dims, slowdown
-from specmlx.kernels.attention import Stored, attention, runs
+from specmlx.kernels.attention import Span, Stored, attention
 from specmlx.kernels.linear import added, products
 from specmlx.targets.config import HybridConfig
 
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         """See `Served`: over keys that are not quantized."""
         q, k = ((1, heads, 1, self.head_dim) for heads in (self.num_attention_heads, self.num_key_value_heads))
         keys = Stored(mx.zeros(k, dtype))
-        return runs(mx.zeros(q, dtype), keys, keys)
+        return attention.on_kernel(mx.zeros(q, dtype), keys, keys)
 
     def __call__(
         self,
@@ -85,8 +85,8 @@ class Attention(nn.Module):
         if kv_format is not None:
             kv = kv_format.written(kv, k, v, start, length, capacity)
             keys, values = kv_format.stored(kv)
-            if runs(q, keys, values):
-                o = attention(q, keys, values, start, length, self.scale, mask, first=first)
+            if attention.on_kernel(q, keys, values):
+                o = attention(q, keys, values, Span(start, length, first), self.scale, mask)
             else:
                 o = kv_format.attend(q, kv, length, self.scale, mask)
             return self.output(o, gate, residual), kv
@@ -94,7 +94,7 @@ class Attention(nn.Module):
             rows = KV(k, v)
             kv = write(reserve(kv, length, rows, capacity=capacity), rows, start)
             keys, values = Stored(kv.keys), Stored(kv.values)
-            o = attention(q, keys, values, start, length, self.scale, mask, first=first)
+            o = attention(q, keys, values, Span(start, length, first), self.scale, mask)
             return self.output(o, gate, residual), kv
         return self.attend(q, gate, k, v, mask, residual), kv
 

@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specmlx.kernels.mlp import GatedMLP
+from specmlx.kernels.linear import GatedMLP
 from specmlx.targets.any_lm import AnyLM
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import FULL, LINEAR, HybridConfig

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from specmlx.kernels.mlp import GatedMLP
+from specmlx.kernels.linear import GatedMLP
 from specmlx.targets.config import HybridConfig
 
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from specmlx.formats.scaled_linear import BlockScaledLinear, ScaledLinear
-from specmlx.kernels.mlp import GatedMLP
+from specmlx.kernels.linear import GatedMLP
 from specmlx.targets.attention import Attention
 from specmlx.targets.config import HybridConfig
 from specmlx.targets.gated_delta import FusedGatedDeltaNet, GatedDeltaNet

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from specmlx.kernels.source import Source
-from specmlx.kernels.tuning import tuning
+from specmlx.kernels.tuning import THREADS, segments
 
-_THREADS = 256
 MAX_ROWS = 32
 
 _ROWS = Source("accept_rows", "scores noise", "values ids", "accept/rows", "argmax")
@@ -16,27 +15,24 @@ _RESIDUAL = Source("accept_residual", "tokens q p u noise", "values ids accepted
 _DRAW = Source("accept_draw", "values ids", "next_anchor", "accept/draw", "argmax")
 
 
-def supports(rows: mx.array) -> bool:
-    """Whether the kernels take rows `[B, T, V]`."""
-    return rows.ndim == 3 and rows.shape[1] <= MAX_ROWS and rows.shape[2] >= 8
+def key(rows: mx.array) -> dict | None:
+    """The key of the kernels for rows `[B, T, V]`; None where they don't take them."""
+    taken = rows.ndim == 3 and rows.shape[1] <= MAX_ROWS and rows.shape[2] >= 8
+    return {"dtype": rows.dtype} if taken else None
 
 
-def match(
+def match_best(
     tokens: mx.array, scores: mx.array, noise: mx.array | None = None, factory: Callable = mx.fast.metal_kernel
 ) -> tuple[mx.array, mx.array]:
-    """`reference.match` for the argmax of scores `[B, T, V]` (plus noise, float32 of their shape) as target tokens."""
+    """As `reference.match_best`."""
     B, L, V = scores.shape
-    segments, common = _pass(V)
-    best = _ROWS(
-        factory,
-        [scores, scores if noise is None else noise],
-        [((B * L, segments), mx.float32), ((B * L, segments), mx.int32)],
-        (_THREADS, segments, B * L),
-        (_THREADS, 1, 1),
-        **{"T": scores.dtype, **common, "NOISY": noise is not None},
-    )
+    n, split = segments(V)
+    template = {"T": scores.dtype, **split, "NOISY": noise is not None}
+    outputs = [((B * L, n), mx.float32), ((B * L, n), mx.int32)]
+    inputs = [scores, scores if noise is None else noise]
+    best = _ROWS(factory, inputs, outputs, (THREADS, n, B * L), **template)
     inputs, outputs = [*best, _filled(tokens)], [((B,), mx.int32)] * 2
-    return tuple(_MATCH(factory, inputs, outputs, (32 * L, B, 1), (32 * L, 1, 1), L=L, V=V))
+    return tuple(_MATCH(factory, inputs, outputs, (32 * L, B, 1), L=L, V=V))
 
 
 def rejection(
@@ -49,22 +45,13 @@ def rejection(
 ) -> tuple[mx.array, mx.array]:
     """As `reference.rejection`."""
     B, L, V = p.shape
-    segments, common = _pass(V)
-    values, ids, accepted = _RESIDUAL(
-        factory,
-        [_filled(tokens), p if q is None or L == 1 else q, p, _filled(u), residual_noise],
-        [((B, 2, segments), mx.float32), ((B, 2, segments), mx.int32), ((B,), mx.int32)],
-        (_THREADS, segments, B),
-        (_THREADS, 1, 1),
-        **{**common, "L": L, "POINT": q is None or L == 1},
-    )
-    [next_anchor] = _DRAW(factory, [values, ids], [((B,), mx.int32)], (32, B, 1), (32, 1, 1), V=V)
+    q = None if L == 1 else q
+    n, split = segments(V)
+    inputs = [_filled(tokens), p if q is None else q, p, _filled(u), residual_noise]
+    outputs = [((B, 2, n), mx.float32), ((B, 2, n), mx.int32), ((B,), mx.int32)]
+    *best, accepted = _RESIDUAL(factory, inputs, outputs, (THREADS, n, B), **split, L=L, POINT=q is None)
+    [next_anchor] = _DRAW(factory, best, [((B,), mx.int32)], (32, B, 1), V=V)
     return accepted, next_anchor
-
-
-def _pass(V: int) -> tuple[int, dict]:
-    segment = tuning().segment
-    return -(-V // segment), {"V": V, "W": 4 if V % 4 == 0 else 1, "SEGMENT": segment, "THREADS": _THREADS}
 
 
 def _filled(x: mx.array) -> mx.array:

@@ -12,6 +12,14 @@ def match(tokens: mx.array, target_tokens: mx.array) -> tuple[mx.array, mx.array
     return accepted, _pick(target_tokens, accepted).astype(mx.int32)
 
 
+def match_best(tokens: mx.array, scores: mx.array, noise: mx.array | None = None) -> tuple[mx.array, mx.array]:
+    """Leading tokens `[B, γ]` that equal the rows' best ones, and the best one of the row after them: `[B]` int32.
+
+    A row's best token is the argmax of scores `[B, γ + 1, V]`, plus noise of that shape in float32.
+    """
+    return match(tokens, mx.argmax(scores if noise is None else scores + noise, axis=-1))
+
+
 def rejection(
     tokens: mx.array, q: mx.array | None, p: mx.array, u: mx.array, residual_noise: mx.array
 ) -> tuple[mx.array, mx.array]:

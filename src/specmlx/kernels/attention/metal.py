@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from math import e, log2
-from typing import NamedTuple
 
 import mlx.core as mx
 
-from specmlx.kernels.attention.reference import Stored
+from specmlx.kernels.attention.reference import Span, Stored
 from specmlx.kernels.source import Source
-from specmlx.kernels.tuning import Tuning, tuning
+from specmlx.kernels.tuning import Chunks, tuning
 
 _CHUNKS = Source(
     "attention_chunks",
@@ -23,54 +22,32 @@ MAX_ROWS = 17
 _HEADS = 8
 
 
-class Chunks(NamedTuple):
-    """Where keys are split: `many` chunks of `size` from position 0, then chunks of `rest`.
-
-    Short ones first, so that short contexts fill the chip; long ones later, where partial results would cost more.
-    """
-
-    size: int
-    many: int = 64
-    rest: int = 1024
-
-    @classmethod
-    def of(cls, tuning: Tuning) -> "Chunks":
-        return cls(tuning.chunk, tuning.short_chunks, tuning.long_chunk)
-
-    def count(self, length: int, seen: int | None = None) -> int:
-        """How many chunks the first `length` keys touch, or any `seen` neighbours of them."""
-        first = self.size * self.many
-        n = -(-length // self.size) if length <= first else self.many + -(-(length - first) // self.rest)
-        return n if seen is None else min(n, (seen - 2) // self.size + 2)
-
-
-def supports(q: mx.array, keys: Stored, values: Stored) -> bool:
-    """Whether the kernels take these rows and this buffer."""
-    D, T = q.shape[-1], q.shape[2]
-    if not (64 <= D <= 256 and D % 32 == 0 and 1 <= T <= MAX_ROWS):
-        return False
+def key(q: mx.array, keys: Stored, values: Stored, *_) -> dict | None:
+    """The key of the kernels for these rows and this buffer; None where they don't take them."""
+    _, Hq, T, D = q.shape
     same = keys.dims == values.dims == D and keys.bits == values.bits and keys.group_size == values.group_size
-    stored = keys.bits in (4, 8) or keys.data.dtype == q.dtype
-    return same and stored
+    taken = same and 64 <= D <= 256 and D % 32 == 0 and 1 <= T <= MAX_ROWS
+    if not taken or not (keys.bits in (4, 8) or keys.data.dtype == q.dtype):
+        return None
+    kv = "plain" if not keys.bits else "int8" if keys.biases is None else f"affine{keys.bits}"
+    return {"dtype": q.dtype, "Hq": Hq, "Hkv": keys.data.shape[1], "D": D, "kv": kv}
 
 
 def attention(
     q: mx.array,
     keys: Stored,
     values: Stored,
-    start: mx.array,
-    length: int,
+    span: Span,
     scale: float,
-    window: int | None = None,
-    first: int = 0,
+    mask: mx.array | str | None = None,
     chunks: Chunks | None = None,
     factory: Callable = mx.fast.metal_kernel,
 ) -> mx.array:
-    """As `reference.attention`, in q's dtype; no row sees more than the buffer's first `length` keys.
+    """As `reference.by_formula`, in q's dtype, for up to 17 rows; the mask is not needed.
 
     chunks: how keys are split, by default as the chip's family has it.
     """
-    chunks = chunks or Chunks.of(tuning())
+    chunks = chunks or tuning().chunks
     B, Hq, T, D = q.shape
     Hkv = keys.data.shape[1]
     group = Hq // Hkv
@@ -78,23 +55,22 @@ def attention(
     # Few rows: 32 columns of the output a simdgroup; many: 16, or its accumulators would not fit in registers.
     NC = 4 if T * G <= 64 else 2
     threads = 32 * D // (8 * NC)
-    unused = start
-    parts = [unused if part is None else part for x in (keys, values) for part in x[:3]]
-    n = chunks.count(length, window + T - 1 if window else None)
+    start = mx.full((B,), span.start, dtype=mx.int32) if isinstance(span.start, int) else span.start
+    parts = [start if part is None else part for x in (keys, values) for part in x[:3]]
+    n = chunks.count(span.length, span.window + T - 1 if span.window else None)
     template = {"T": q.dtype, "L": T, "Hq": Hq, "G": G, "D": D}
     partials = _CHUNKS(
         factory,
         [q, *parts, start, mx.array(scale * log2(e), dtype=mx.float32)],
         [((B, Hq // G, n, T * G, D), mx.float32), ((B, Hq // G, n, T * G, 2), mx.float32)],
         (threads, n, B * Hq // G),
-        (threads, 1, 1),
         **template,
         Hkv=Hkv,
         FORMAT=2 if keys.biases is not None else 1 if keys.scales is not None else 0,
         BITS=keys.bits or 8 * keys.data.dtype.size,
         GROUP=keys.group_size,
-        WINDOW=window or 0,
-        FIRST=first,
+        WINDOW=span.window or 0,
+        FIRST=span.first,
         NC=NC,
         # Keys of one softmax step, the same for every T: the scores of 17 rows fit in 32 KB.
         KB=64 if G <= 6 else 32,
@@ -102,5 +78,5 @@ def attention(
         MANY=chunks.many,
         REST=chunks.rest,
     )
-    [out] = _MERGE(factory, partials, [((B, T, Hq, D), q.dtype)], (D, T * Hq, B), (D, 1, 1), **template)
+    [out] = _MERGE(factory, partials, [((B, T, Hq, D), q.dtype)], (D, T * Hq, B), **template)
     return out.transpose(0, 2, 1, 3)

@@ -43,37 +43,49 @@ def dequantized(x: Stored) -> mx.array:
     return data if x.scales is None else data * x.scales.astype(mx.float32)
 
 
-def seen(start: mx.array, T: int, length: int, window: int | None = None, first: int = 0) -> mx.array:
-    """Which of `length` keys the rows start..start + T - 1 see, `[B, T, length]` bool: theirs and older ones.
+class Span(NamedTuple):
+    """Which of a buffer's first `length` keys the rows at positions start..start + T - 1 see: theirs and older ones.
 
-    `start` `[B]` int32; with a window, the row at position p sees key c iff p - c < window. Keys before `first` are
-    seen by none but themselves.
+    start: an int, or int32 `[B]` on the device. Keys before `first` are seen by none but themselves. With a window, the
+    row at position p sees key c iff p - c < window.
     """
-    positions = (start[:, None] + mx.arange(T))[..., None]
-    keys = mx.arange(length)
-    mask = (keys <= positions) & ((keys >= first) | (keys == positions))
-    return mask if window is None else mask & (positions - keys < window)
+
+    start: int | mx.array
+    length: int
+    first: int = 0
+    window: int | None = None
+
+    def mask(self, T: int) -> mx.array:
+        """The keys that T rows see, `[B, T, length]` bool, or `[1, T, length]` for an int."""
+        positions = (mx.array(self.start).reshape(-1, 1) + mx.arange(T))[..., None]
+        keys = mx.arange(self.length)
+        mask = (keys <= positions) & ((keys >= self.first) | (keys == positions))
+        return mask if self.window is None else mask & (positions - keys < self.window)
 
 
-def attention(
-    q: mx.array,
-    keys: Stored,
-    values: Stored,
-    start: mx.array,
-    scale: float,
-    window: int | None = None,
-    first: int = 0,
-) -> mx.array:
-    """softmax(scale q kᵀ) v of rows `[B, Hq, T, D]` at positions start..start + T - 1, in float32: `[B, Hq, T, D]`.
+def by_formula(q: mx.array, keys: Stored, values: Stored, span: Span, scale: float) -> mx.array:
+    """softmax(scale q kᵀ) v of rows `[B, Hq, T, D]`, in float32: `[B, Hq, T, D]`.
 
     `keys` and `values` hold the rows' own too. Rows behind the last one may hold anything.
     """
     B, Hq, T, D = q.shape
-    k, v = dequantized(keys), dequantized(values)
-    Hkv, length = k.shape[1:3]
-    mask = seen(start, T, length, window, first)
+    k, v = dequantized(keys.first(span.length)), dequantized(values.first(span.length))
+    mask, Hkv = span.mask(T), k.shape[1]
     v = mx.where(mask.any(axis=1)[:, None, :, None], v, 0)
     rows = q.astype(mx.float32).reshape(B, Hkv, Hq // Hkv, T, D)
     scores = scale * (rows @ k[:, :, None].swapaxes(-1, -2))
     weights = mx.softmax(mx.where(mask[:, None, None], scores, -mx.inf), axis=-1, precise=True)
     return (weights @ v[:, :, None]).reshape(B, Hq, T, D)
+
+
+def attention(
+    q: mx.array, keys: Stored, values: Stored, span: Span, scale: float, mask: mx.array | str | None
+) -> mx.array:
+    """Rows `[B, Hq, T, D]` over a buffer that holds them too, as mlx runs them: `[B, Hq, T, D]` in q's dtype.
+
+    mask: the span as stock mlx takes it. Where keys are quantized the formula runs instead.
+    """
+    if keys.bits or values.bits:
+        return by_formula(q, keys, values, span, scale).astype(q.dtype)
+    keys, values = keys.first(span.length), values.first(span.length)
+    return mx.fast.scaled_dot_product_attention(q, keys.data, values.data, scale=scale, mask=mask)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
+from functools import partial
+from types import ModuleType
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ import mlx.core as mx
 STOCK = "stock"
 FIXED = "stock-32"  # stock mlx on a fixed number of rows: one kernel of its for few rows and for fewer
 METAL = "metal"  # our kernel, of operators that have one
+REFERENCE = "reference"  # the readable form that others are compared with
 TOGETHER = 32 * 17  # rows of a pass: 32 lanes of the widest block
 Key = Mapping[str, Any]  # shape, format and dtype, as JSON can hold them
 
@@ -21,6 +23,7 @@ class Operator:
     factory: makes the kernels. name: as `specmlx kernels` shows it. rows: the row counts to check, and to race.
     raced: whether row counts go to the fastest variant, which stock mlx may be; else the first of `variants` that is
     right serves all. together: how many rows lanes have together at most, none of which must part from its lane alone.
+    roundings: of a result to its dtype.
     """
 
     factory: Callable = mx.fast.metal_kernel
@@ -29,6 +32,7 @@ class Operator:
     rows: ClassVar[tuple[int, ...]] = (1, 8, 16)
     raced: ClassVar[bool] = False
     together: ClassVar[int] = TOGETHER
+    roundings: ClassVar[int] = 1
 
     @property
     def address(self) -> str:
@@ -52,18 +56,15 @@ class Operator:
         raise NotImplementedError
 
     def run(self, variant: str, inputs: Any) -> mx.array:
-        """The result of a variant, or of mlx's own operation for "stock"."""
+        """The result of a variant, of mlx's own operation for "stock", or of the reference."""
         raise NotImplementedError
-
-    def reference(self, inputs: Any) -> mx.array:
-        """The result by the readable reference."""
-        return self.run("reference", inputs)
 
     def tolerance(self, key: Key) -> float:
         """The largest error that is right, relative to the largest value of the result."""
-        return {"bfloat16": 2**-7, "float16": 2**-10}.get(key["dtype"], 1e-5)
+        return self.roundings * {"bfloat16": 2**-7, "float16": 2**-10}.get(key["dtype"], 1e-5)
 
-
-def import_operator(address: str) -> Operator:
-    module, _, attribute = address.partition(":")
-    return getattr(import_module(module), attribute)
+    def function(self, variant: str, package: ModuleType, name: str) -> Callable:
+        """The function of this name of a package's kernels or, unless the variant is theirs, of its reference."""
+        if variant == METAL:
+            return partial(getattr(package.metal, name), factory=self.factory)
+        return getattr(package.reference, name)

@@ -22,56 +22,45 @@ _ADVANCE = Source(
 )
 
 
-def supports(Dk: int, Dv: int) -> bool:
-    """Whether the kernels take heads of these sizes."""
-    return Dk % 32 == 0 and Dv % 32 == 0
+def key(dtype: mx.Dtype, Hk: int, Hv: int, Dk: int, Dv: int) -> dict | None:
+    """The key of the kernels for heads of these numbers and sizes; None where they don't take them."""
+    return {"dtype": dtype, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv} if Dk % 32 == Dv % 32 == 0 else None
 
 
 def advance(
-    S: mx.array,
-    tape: Tape,
-    count: mx.array,
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    g: mx.array,
-    beta: mx.array,
-    factory: Callable = mx.fast.metal_kernel,
+    S: mx.array, tape: Tape | None, count: int | mx.array, *rows: mx.array, factory: Callable = mx.fast.metal_kernel
 ) -> tuple[mx.array, mx.array, Tape]:
-    """S after the first `count` `[B]` int32 rows of the tape, the outputs of T rows from there, and their tape.
-
-    Shapes and dtypes are those of `reference.fold` and `reference.steps`.
-    """
-    inputs = [S, tape.k, tape.delta, tape.g, count, q, k, v, g, beta]
-    S, y, delta = _launch(_ADVANCE, factory, inputs, [(v.shape, q.dtype), (v.shape, mx.float32)])
+    """As `reference.advance`."""
+    q, k, v, g, _ = rows
+    if tape is None:
+        # Nothing of it is folded.
+        tape, count = Tape(k[:, :1], mx.zeros(v[:, :1].shape), mx.zeros(g[:, :1].shape)), 0
+    S, y, delta = _launch(_ADVANCE, factory, S, tape, count, rows, [(v.shape, q.dtype), (v.shape, mx.float32)])
     return S, y, Tape(k, delta, g)
 
 
 def prefill(S: mx.array, *rows: mx.array, factory: Callable = mx.fast.metal_kernel) -> tuple[mx.array, mx.array]:
     """The outputs of T rows (q, k, v, g, beta) from S and the state after them, in passes of at most 16 rows."""
-    ys, tape, count = [], no_tape(*rows[1:4]), mx.zeros(S.shape[:1], dtype=mx.int32)
+    ys, tape, count = [], None, 0
     for start in range(0, rows[0].shape[1], _PASS):
         S, y, tape = advance(S, tape, count, *(x[:, start : start + _PASS] for x in rows), factory=factory)
-        count = mx.full(S.shape[:1], y.shape[1], dtype=mx.int32)
+        count = y.shape[1]
         ys.append(y)
     return mx.concatenate(ys, axis=1), fold(S, tape, count, factory)
 
 
-def no_tape(k: mx.array, v: mx.array, g: mx.array) -> Tape:
-    """A tape for a pass before which nothing is to be folded."""
-    return Tape(k[:, :1], mx.zeros(v[:, :1].shape), mx.zeros(g[:, :1].shape))
+def fold(S: mx.array, tape: Tape, count: int | mx.array, factory: Callable = mx.fast.metal_kernel) -> mx.array:
+    """As `reference.fold`, with the bits that `advance` gives S."""
+    return _launch(_FOLD, factory, S, tape, count)[0]
 
 
-def fold(S: mx.array, tape: Tape, count: mx.array, factory: Callable = mx.fast.metal_kernel) -> mx.array:
-    """S after the first `count` `[B]` int32 rows of the tape, with the bits that `advance` gives it."""
-    return _launch(_FOLD, factory, [S, tape.k, tape.delta, tape.g, count], [])[0]
-
-
-def _launch(source: Source, factory: Callable, inputs: list, outputs: list) -> list[mx.array]:
-    S, k = inputs[:2]
+def _launch(source: Source, factory: Callable, S, tape, count, rows=(), outputs=()) -> list[mx.array]:
     B, Hv, Dv, Dk = S.shape
+    k = tape.k
+    count = mx.full((B,), count, dtype=mx.int32) if isinstance(count, int) else count
     # Two rows a lane share the loads of k and q; beyond Dk 128 their S would not fit in registers.
     R = 2 if Dk <= 128 else 1
     template = {"T": k.dtype, "Hk": k.shape[2], "Hv": Hv, "Dk": Dk, "Dv": Dv, "R": R}
     grid, threadgroup = (32, Dv // (4 * R), B * Hv), (32, tuning().delta_simdgroups, 1)
+    inputs = [S, *tape, count, *rows]
     return source(factory, inputs, [(S.shape, mx.float32), *outputs], grid, threadgroup, **template)

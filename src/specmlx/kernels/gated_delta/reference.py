@@ -78,3 +78,13 @@ def fold(S: mx.array, tape: Tape, count: int | mx.array) -> mx.array:
         # `where`, never a product: rows that must not count may hold NaN.
         S = folded if isinstance(count, int) else mx.where((t < count)[:, None, None, None], folded, S)
     return S
+
+
+def advance(S: mx.array, tape: Tape | None, count: int | mx.array, *rows: mx.array) -> tuple[mx.array, mx.array, Tape]:
+    """S with the first `count` rows of the tape in it, the outputs `[B, T, Hv, Dv]` of T rows from there, their tape.
+
+    rows: q, k, v, g and beta, with the shapes of `steps`; `count` as of `fold`.
+    """
+    S = S if tape is None else fold(S, tape, count)
+    y, _, new = steps(S, *rows)
+    return S, y, new

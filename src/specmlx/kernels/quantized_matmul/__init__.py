@@ -1,23 +1,19 @@
 """Few rows times a packed matrix: every packed word read once for up to 16 rows."""
 
 from specmlx.kernels.quantized_matmul.metal import (
-    Ordered,
     gated_quantized_matmul,
     gather_by_expert,
     gather_quantized_matmul,
-    order_and_sum_rows,
-    order_rows,
     quantized_matmul,
     supported,
 )
+from specmlx.kernels.quantized_matmul.reference import Matrix
 
 __all__ = [
-    "Ordered",
+    "Matrix",
     "gated_quantized_matmul",
     "gather_by_expert",
     "gather_quantized_matmul",
-    "order_and_sum_rows",
-    "order_rows",
     "quantized_matmul",
     "supported",
 ]

@@ -7,6 +7,7 @@ from math import ceil
 import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
+from specmlx.kernels.quantized_matmul.reference import Matrix
 from specmlx.kernels.source import Source, made
 from specmlx.kernels.tuning import tuning
 
@@ -21,21 +22,13 @@ FORMATS = {
 }
 
 
-def supported(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array | None,
-    *,
-    group_size: int | None,
-    bits: int,
-    mode: str,
-    variant: str = "A",
-) -> bool:
-    """Whether x `[..., K]` times w `[N, K * bits / 32]` (or experts `[E, N, ...]`) has a kernel of this form.
+def supported(x: mx.array, matrix: Matrix, variant: str = "A") -> bool:
+    """Whether x `[..., K]` times the matrix (or experts') has a kernel of this form.
 
     x is bfloat16 or float16 and affine scales have its dtype; any N; any K of whole groups (fp8: a multiple of 16).
     Form "B" takes affine weights of 4 or 8 bits in groups of 64 or 128.
     """
+    w, scales, _, group_size, bits, mode, _ = matrix
     scales_dtype = None if scales is None else scales.dtype
     return _supported(x.dtype, x.shape[-1], w.dtype, w.shape[-2:], scales_dtype, group_size, bits, mode, variant)
 
@@ -97,182 +90,137 @@ def _form(form: str, inputs: str, body: str, header: str = "") -> Source:
 
 _FORMS = {
     "A": _form("A", "x ordered_x residual", "matrix_rows"),
-    "paired": _form("paired", "up_w up_scales up_biases up_tensor_scale x ordered_x", "paired_rows"),
+    "paired A": _form("paired", "up_w up_scales up_biases up_tensor_scale x ordered_x", "paired_rows"),
     "B": _form("B", "x ordered_x x_sums", "grouped_rows", "grouped"),
     "V": _form("V", "x", "vector_rows", "vector"),
     "gather": _form("gather", "rows experts x", "gather", "experts"),
 }
+_FORMS |= {"AX": _FORMS["A"], "paired AX": _FORMS["paired A"]}
 _ORDER = Source("order_out", "x", "out", "quantized_matmul/order")
 _ORDER_SUMS = Source("order_x_sums", "x", "out x_sums", "quantized_matmul/order_sums")
-
-
-def order_rows(x: mx.array, *, bits: int, kernel=mx.fast.metal_kernel) -> mx.array:
-    """x `[M, K]` in the order in which form A's lanes load it, M padded to a multiple of 8 and K to one of 64.
-
-    `bits` are those of the weights. One array serves every product of x: see `Ordered`.
-    """
-    M, K = x.shape
-    shape = (ceil(M / 8) * 8, ceil(K / 64) * 64)
-    grid, outputs = (shape[0] * shape[1] // 8, 1, 1), [(shape, x.dtype)]
-    return _ORDER(kernel, [x], outputs, grid, (256, 1, 1), T=x.dtype, SLOT=block(bits) // 8)[0]
-
-
-def order_and_sum_rows(x: mx.array, *, kernel=mx.fast.metal_kernel) -> tuple[mx.array, mx.array]:
-    """x `[M, K]` in the order of form B, M padded to a multiple of 8, and its sums over 64 columns in float32."""
-    M, K = x.shape
-    tiles = ceil(M / 8)
-    outputs = [((8 * tiles, K), x.dtype), ((tiles, K // 64, 8), mx.float32)]
-    return tuple(_ORDER_SUMS(kernel, [x], outputs, (K // 8, tiles, 1), (64, 1, 1), T=x.dtype))
-
-
-class Ordered:
-    """Copies of one x `[..., K]` in the orders in which the forms load it, each made when it is first asked for.
-
-    Handed to several products of that x, they share the copies.
-    """
-
-    def __init__(self):
-        self._copies: dict[tuple, mx.array | tuple[mx.array, mx.array]] = {}
-
-    def rows(self, x: mx.array, bits: int, kernel: Callable) -> mx.array:
-        """As `order_rows`, for rows `[M, K]`."""
-        return self._copy(("AX", block(bits)), lambda: order_rows(x, bits=bits, kernel=kernel))
-
-    def rows_and_sums(self, x: mx.array, kernel: Callable) -> tuple[mx.array, mx.array]:
-        """As `order_and_sum_rows`."""
-        return self._copy(("B",), lambda: order_and_sum_rows(x, kernel=kernel))
-
-    def _copy(self, order: tuple, make: Callable):
-        if order not in self._copies:
-            self._copies[order] = make()
-        return self._copies[order]
+# Copies of one x, by form and the number of weights that a lane loads together.
+Copies = dict[tuple[str, int], list[mx.array]]
 
 
 def quantized_matmul(
     x: mx.array,
-    w: mx.array,
-    scales: mx.array | None,
-    biases: mx.array | None = None,
-    *,
-    group_size: int | None = 64,
-    bits: int = 4,
-    mode: str = "affine",
-    tensor_scale: mx.array | float | None = None,
-    kernel=mx.fast.metal_kernel,
+    matrix: Matrix,
     variant: str = "A",
-    ordered: Ordered | None = None,
+    *,
+    copies: Copies | None = None,
     residual: mx.array | None = None,
+    factory: Callable = mx.fast.metal_kernel,
 ) -> mx.array:
     """x `[..., K]` times the transposed weights `[N, K]`: `[..., N]` in x's dtype, sums in float32.
 
-    Arguments as `mx.quantized_matmul`, and mode "fp8" (E4M3 bytes viewed as uint32, no scales, group_size None);
-    `tensor_scale`, one number or float32 `[N]`, multiplies the result (nvfp4, fp8). Forms: "A" reads every packed word
-    once for up to 16 rows; "AX" is A on x in the order of `order_rows`, with the bits of A; "B" applies affine scales
-    outside the matrix operations, on x in the order of `order_and_sum_rows`; "V" reads once for up to 5 rows. `ordered`
-    keeps x in these orders for other products of the same x. `residual` `[..., N]`, in x's dtype, is added to the
-    rounded product (in "A" and "AX" by the kernel). A row's bits depend on the form, but neither on the other rows nor
-    on how many there are.
+    Forms: "A" reads every packed word once for up to 16 rows; "AX" is A on a copy of x in the order in which lanes load
+    it, with the bits of A; "B" applies affine scales outside the matrix operations, on a copy in an order of its own;
+    "V" reads once for up to 5 rows. `copies` keeps these for other products of the same x. `residual` `[..., N]`, in
+    x's dtype, is added to the rounded product (in "A" and "AX" by the kernel). A row's bits depend on the form, but
+    neither on the other rows nor on how many there are.
     Raises ValueError for what `supported` refuses.
     """
-    _check(x, w, scales, variant, group_size, bits, mode)
-    rows = x.reshape(-1, x.shape[-1])
-    (M, K), N = rows.shape, w.shape[0]
-    ordered = ordered or Ordered()
-    if variant == "V":
-        inputs = [rows]
-    elif variant == "B":
-        inputs = [rows, *ordered.rows_and_sums(rows, kernel)]
-    else:
-        inputs = [*_ordered(rows, variant, bits, ordered, kernel), rows if residual is None else residual]
-    launch = _launch(variant, x.dtype, M, N, K, group_size, bits, mode, residual is not None)
-    [out] = made(_FORMS[variant[0]], kernel)(inputs=[*_weights(w, scales, biases, tensor_scale), *inputs], **launch)
-    out = out.reshape(*x.shape[:-1], N)
-    return out if residual is None or variant in ("A", "AX") else out + residual
+    copies = {} if copies is None else copies
+    if residual is None or variant in ("A", "AX"):
+        return _product(variant, x, [matrix], copies, residual, factory)
+    return _product(variant, x, [matrix], copies, None, factory) + residual
 
 
 def gated_quantized_matmul(
-    x: mx.array,
-    gate: tuple,
-    up: tuple,
-    *,
-    group_size: int | None = 64,
-    bits: int = 4,
-    mode: str = "affine",
-    kernel=mx.fast.metal_kernel,
-    variant: str = "A",
-    ordered: Ordered | None = None,
+    x: mx.array, gate: Matrix, up: Matrix, variant: str = "A", *, factory: Callable = mx.fast.metal_kernel
 ) -> mx.array:
     """silu(x gateᵀ) * (x upᵀ) `[..., N]`, each product and operation rounded to x's dtype.
 
-    gate and up are `(w, scales, biases, tensor_scale)` of one format, trailing Nones left out. Forms "A" and "AX" are
-    one pass, the others two products. Raises ValueError for what `supported` refuses.
+    gate and up are of one shape and format. Forms "A" and "AX" are one pass, the others two products.
+    Raises ValueError for what `supported` refuses.
     """
-    gate, up = ((*matrix, *[None] * (4 - len(matrix))) for matrix in (gate, up))
-    if variant not in ("A", "AX"):
-        options = {"group_size": group_size, "bits": bits, "mode": mode, "kernel": kernel, "variant": variant}
-        options["ordered"] = ordered or Ordered()
-        return swiglu(*(quantized_matmul(x, *matrix[:3], tensor_scale=matrix[3], **options) for matrix in (gate, up)))
-    for w, scales, *_ in (gate, up):
-        _check(x, w, scales, variant, group_size, bits, mode)
-    rows = x.reshape(-1, x.shape[-1])
-    (M, K), N = rows.shape, gate[0].shape[0]
-    [out] = made(_FORMS["paired"], kernel)(
-        inputs=[*_weights(*gate), *_weights(*up), *_ordered(rows, variant, bits, ordered or Ordered(), kernel)],
-        **_launch(f"paired {variant}", x.dtype, M, N, K, group_size, bits, mode),
-    )
-    return out.reshape(*x.shape[:-1], N)
+    copies: Copies = {}
+    if variant in ("A", "AX"):
+        return _product(f"paired {variant}", x, [gate, up], copies, None, factory)
+    return swiglu(*(_product(variant, x, [matrix], copies, None, factory) for matrix in (gate, up)))
 
 
 def gather_quantized_matmul(
-    x: mx.array,
-    w: mx.array,
-    scales: mx.array | None,
-    biases: mx.array | None,
-    rows: mx.array,
-    experts: mx.array,
-    *,
-    group_size: int | None = 64,
-    bits: int = 4,
-    mode: str = "affine",
-    tensor_scale: mx.array | float | None = None,
-    kernel=mx.fast.metal_kernel,
+    x: mx.array, matrix: Matrix, rows: mx.array, experts: mx.array, *, factory: Callable = mx.fast.metal_kernel
 ) -> mx.array:
-    """Row `rows[p]` of x `[M, K]` times expert `experts[p]` of w `[E, N, ...]` for every pair p: `[P, N]`, by form A.
+    """Row `rows[p]` of x `[M, K]` times expert `experts[p]` of the matrix for every pair p: `[P, N]`, by form A.
 
     `experts` (int32 or uint32, `[P]`) is sorted: an expert that is in use is read once for every 16 of its pairs, or 8
-    where there are at most 8 pairs in all. `tensor_scale`: one number, or float32 `[E, N]`.
+    where there are at most 8 pairs in all.
     Raises ValueError for what `supported` refuses.
     """
-    _check(x, w, scales, "A", group_size, bits, mode)
-    P, K, N = experts.size, x.shape[-1], w.shape[1]
-    [out] = made(_FORMS["gather"], kernel)(
-        inputs=[*_weights(w, scales, biases, tensor_scale), rows, experts, x],
-        **_launch("gather", x.dtype, P, N, K, group_size, bits, mode),
-    )
-    return out
+    return _launched("gather", x, [matrix], experts.size, [rows, experts, x], factory)
 
 
 def gather_by_expert(
     x: mx.array,
-    w: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
+    matrix: Matrix,
     indices: mx.array,
     *,
     sorted_indices: bool = False,
-    **options,
+    factory: Callable = mx.fast.metal_kernel,
 ) -> mx.array:
-    """As `mx.gather_qmm(x, w, scales, biases, rhs_indices=indices, transpose=True)`: `[*indices.shape, 1, N]`.
+    """As `mx.gather_qmm` of the matrix with rhs_indices=indices, transposed: `[*indices.shape, 1, N]`.
 
-    x has a row `[..., 1, K]` for each of `indices` `[..., k]`, or one for every k of them, in any order. options: as of
-    `gather_quantized_matmul`.
+    x has a row `[..., 1, K]` for each of `indices` `[..., k]`, or one for every k of them, in any order.
     """
     pairs, x_rows = indices.reshape(-1), x.reshape(-1, x.shape[-1])
     shared = pairs.size // len(x_rows)
     order = mx.arange(pairs.size, dtype=mx.uint32) if sorted_indices else mx.argsort(pairs)
     experts = pairs if sorted_indices else pairs[order]
-    y = gather_quantized_matmul(x_rows, w, scales, biases, order // shared, experts, **options)
+    y = gather_quantized_matmul(x_rows, matrix, order // shared, experts, factory=factory)
     return (y if sorted_indices else y[mx.argsort(order)]).reshape(*indices.shape, 1, -1)
+
+
+def _product(
+    form: str, x: mx.array, matrices: list[Matrix], copies: Copies, residual: mx.array | None, factory: Callable
+) -> mx.array:
+    """Rows `[..., K]` times one matrix, or two of a pair, with the inputs that the form reads beside the weights."""
+    rows, variant = x.reshape(-1, x.shape[-1]), form.split()[-1]
+    inputs = [rows]
+    if variant in ("AX", "B"):
+        order = variant, block(matrices[0].bits) // 8 if variant == "AX" else 0
+        if order not in copies:
+            copies[order] = _copy(rows, *order, factory)
+        inputs += copies[order]
+    elif variant == "A":
+        inputs.append(rows)
+    if form in ("A", "AX"):
+        inputs.append(rows if residual is None else residual)
+    y = _launched(form, rows, matrices, len(rows), inputs, factory, added=residual is not None)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _copy(x: mx.array, form: str, slot: int, factory: Callable) -> list[mx.array]:
+    """x `[M, K]` in the order in which a form's lanes load it, M padded to a multiple of 8.
+
+    "AX": K padded to a multiple of 64; a lane loads `slot` of the weights together. "B": and x's sums over 64 columns,
+    in float32.
+    """
+    M, K = x.shape
+    tiles = ceil(M / 8)
+    if form == "B":
+        outputs = [((8 * tiles, K), x.dtype), ((tiles, K // 64, 8), mx.float32)]
+        return _ORDER_SUMS(factory, [x], outputs, (K // 8, tiles, 1), (64, 1, 1), T=x.dtype)
+    columns = ceil(K / 64) * 64
+    outputs = [((8 * tiles, columns), x.dtype)]
+    return _ORDER(factory, [x], outputs, (tiles * columns, 1, 1), (256, 1, 1), T=x.dtype, SLOT=slot)
+
+
+def _launched(
+    form: str, x: mx.array, matrices: list[Matrix], M: int, inputs: list, factory: Callable, added: bool = False
+) -> mx.array:
+    """What the kernel makes of M rows or pairs, `[M, N]`. Raises ValueError where there is none for x `[..., K]`."""
+    variant = "A" if form == "gather" else form.split()[-1]
+    for matrix in matrices:
+        if not supported(x, matrix, variant):
+            raise ValueError(
+                f"no kernel of form {variant} for x {x.dtype} {x.shape} and {matrix.mode} weights {matrix.w.shape}, "
+                f"group {matrix.group_size}, {matrix.bits} bits: use mx.quantized_matmul"
+            )
+    weights = [part for matrix in matrices for part in _weights(matrix)]
+    launch = _launch(form, x.dtype, M, *matrices[0].shape[-2:], *matrices[0][3:6], added)
+    return made(_FORMS[form], factory)(inputs=weights + inputs, **launch)[0]
 
 
 @lru_cache(maxsize=1024)
@@ -307,26 +255,13 @@ def _launch(form: str, dtype, M, N, K, group_size, bits, mode, added: bool = Fal
     }
 
 
-def _ordered(rows, variant, bits, ordered, kernel) -> list[mx.array]:
-    """The inputs x and ordered_x of form A or AX."""
-    return [rows, ordered.rows(rows, bits, kernel) if variant == "AX" else rows]
-
-
-def _weights(w, scales, biases, tensor_scale) -> list[mx.array]:
+def _weights(matrix: Matrix) -> list[mx.array]:
     """The four weight inputs; what a format lacks is bound to something that its kernel never reads."""
-    scales = w if scales is None else scales
-    factor = _one() if tensor_scale is None else mx.array(tensor_scale, mx.float32).reshape(-1)
-    return [w, scales, scales if biases is None else biases, factor]
+    scales = matrix.w if matrix.scales is None else matrix.scales
+    factor = _one() if matrix.tensor_scale is None else mx.array(matrix.tensor_scale, mx.float32).reshape(-1)
+    return [matrix.w, scales, scales if matrix.biases is None else matrix.biases, factor]
 
 
 @lru_cache(maxsize=1)
 def _one() -> mx.array:
     return mx.array([1.0])
-
-
-def _check(x, w, scales, variant, group_size, bits, mode):
-    if not supported(x, w, scales, group_size=group_size, bits=bits, mode=mode, variant=variant):
-        raise ValueError(
-            f"no kernel of form {variant} for x {x.dtype} {x.shape} and {mode} weights {w.shape}, group {group_size}, "
-            f"{bits} bits: use mx.quantized_matmul"
-        )
