@@ -129,7 +129,7 @@ def test_consistent_leaves_out_kernels_whose_order_depends_on_the_rows(file):
     assert str(chooser(file, race=lambda *_: outcome, consistent=True).choose(operator, KEY)) == "other"
 
 
-def test_of_an_operator_that_is_not_raced_the_first_right_kernelserves_all_row_counts(file):
+def test_of_an_operator_that_is_not_raced_the_first_right_kernel_serves_all_row_counts(file):
     assert str(chooser(file).choose(fake_operators.checked_slow, KEY)) == "slow"
     with pytest.warns(UserWarning, match="kernel wrong of fake"):
         assert str(chooser(file).choose(fake_operators.checked_wrong_quick, {**KEY, "N": 64})) == "quick"
@@ -223,7 +223,7 @@ def test_a_race_starts_from_a_command_a_pipe_and_a_script_without_a_guard(way, t
     assert done.returncode == 0 and done.stderr.split() == ["ran"], done.stderr
 
 
-def test_where_no_race_can_be_held_mlxserves_and_nothing_is_kept(file):
+def test_where_no_race_can_be_held_mlx_serves_and_nothing_is_kept(file):
     tries = []
 
     def none(operator, key):
@@ -270,7 +270,7 @@ def test_a_table_that_can_not_be_written_is_no_error(tmp_path):
     assert str(choice) == "quick"
 
 
-def test_where_there_is_no_metal_device_mlxserves():
+def test_where_there_is_no_metal_device_mlx_serves():
     assert (
         str(Chooser(table=Table.read(chip="none"), race=no_race, available=False).choose(fake_operators.quick, KEY))
         == STOCK

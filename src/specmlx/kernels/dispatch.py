@@ -202,9 +202,8 @@ class Chooser:
         name = entry_name(operator, key)
         known = self.table.entries.pop(name, None)
         self.choices.pop(name, None)
-        choice = self.choose(operator, key)
-        if known is None or name in self.table.entries:
-            return choice
-        self.table.entries[name] = known
-        del self.choices[name]
+        self.choose(operator, key)
+        if known is not None and name not in self.table.entries:
+            self.table.entries[name] = known
+            del self.choices[name]
         return self.choose(operator, key)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from math import ceil
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,14 +26,14 @@ BLOCK = 32
 def products(x: mx.array, *layers: nn.Module) -> list[mx.array]:
     """What each layer makes of x; layers whose kernels read x in another order share one copy of it."""
     copies: dict = {}
-    return [layer.product(x, copies) if isinstance(layer, _Rows) else layer(x) for layer in layers]
+    return [layer(x, copies) if isinstance(layer, _Rows) else layer(x) for layer in layers]
 
 
 def added(residual: mx.array | None, layer: nn.Module, x: mx.array) -> mx.array:
     """residual + layer(x), added by the layer's kernel where it can; layer(x) alone for None."""
     if residual is None:
         return layer(x)
-    return layer.product(x, residual=residual) if isinstance(layer, _Rows) else residual + layer(x)
+    return layer(x, residual=residual) if isinstance(layer, _Rows) else residual + layer(x)
 
 
 class GatedMLP(nn.Module):
@@ -99,10 +100,7 @@ class Chosen(nn.Module):
 class _Rows(Chosen):
     """x `[..., K]` times a matrix."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.product(x)
-
-    def product(self, x: mx.array, copies: dict | None = None, residual: mx.array | None = None) -> mx.array:
+    def __call__(self, x: mx.array, copies: dict | None = None, residual: mx.array | None = None) -> mx.array:
         """The layer's output, plus `residual`. `copies`: of x in kernels' orders, to share with other layers."""
         return self._product(super().__call__, x, copies, residual)
 
@@ -134,23 +132,28 @@ _KINDS = {
 CHOSEN: dict[type[nn.Module], type[Chosen]] = {
     stock: type(f"Chosen{stock.__name__}", (kind, stock), {}) for kind, stocks in _KINDS.items() for stock in stocks
 }
-STOCK_CLASSES = {chosen: stock for stock, chosen in CHOSEN.items()}
 # Those that kernels of ours take.
 PACKED = (nn.QuantizedLinear, nn.QuantizedEmbedding, ScaledLinear, QuantizedSwitchLinear)
 
 
 def with_choice(layer: nn.Module, choice: Choice, factory: Callable) -> Chosen:
     """A layer on the same arrays, under the same names, that obeys the choice."""
-    new = _same(layer, CHOSEN[type(layer)])
-    new._choice, new._factory = choice, factory
-    return new
+    return _same(layer, CHOSEN[type(layer)], vars(layer) | {"_choice": choice, "_factory": factory})
 
 
 def as_stock(layer: Chosen) -> nn.Module:
     """The layer that it was made of."""
-    stock = _same(layer, STOCK_CLASSES[type(layer)])
-    del stock._choice, stock._factory
-    return stock
+    settings = {name: value for name, value in vars(layer).items() if name not in Chosen.__annotations__}
+    return _same(layer, next(stock for stock, chosen in CHOSEN.items() if type(layer) is chosen), settings)
+
+
+def _same(layer: nn.Module, kind: type[nn.Module], settings: dict[str, Any]) -> nn.Module:
+    """A module of this kind on a layer's arrays. Its own __init__ would make, and quantize, random weights."""
+    new = kind.__new__(kind)
+    nn.Module.__init__(new)
+    dict.update(new, layer)
+    vars(new).update(settings)
+    return new
 
 
 def matrix(layer: nn.Module) -> Matrix:
@@ -167,13 +170,3 @@ def in_blocks(layer: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
     parts = [layer(padded[i : i + BLOCK]) for i in range(0, n, BLOCK)]
     y = parts[0] if len(parts) == 1 else mx.concatenate(parts)
     return y[:n].reshape(*x.shape[:-1], -1)
-
-
-def _same(layer: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """A module of this kind on a layer's arrays and settings."""
-    # The kinds' own __init__ would make, and quantize, random weights.
-    new = kind.__new__(kind)
-    nn.Module.__init__(new)
-    dict.update(new, layer)
-    vars(new).update(vars(layer))
-    return new

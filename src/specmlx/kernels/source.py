@@ -52,14 +52,14 @@ class Source:
 @lru_cache
 def made(source: Source, factory: Callable) -> Callable:
     """The kernel of this source, made once."""
+
+    def text(files: str) -> str:
+        return "".join((_HERE / f"{file}.metal").read_text() for file in files.split())
+
     return factory(
         name=f"specmlx_{source.name}",
         input_names=source.inputs.split(),
         output_names=source.outputs.split(),
-        source=_text(source.body),
-        header=_text(source.header) + (f"#define {source.define}\n" if source.define else ""),
+        source=text(source.body),
+        header=text(source.header) + (f"#define {source.define}\n" if source.define else ""),
     )
-
-
-def _text(files: str) -> str:
-    return "".join((_HERE / f"{file}.metal").read_text() for file in files.split())

@@ -5,7 +5,8 @@ import mlx.nn as nn
 from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated as RMSNormGated
 
 from specmlx.cache.recurrent import Recurrent
-from specmlx.kernels.gated_delta import kernel, prefill
+from specmlx.kernels.dispatch import kernel
+from specmlx.kernels.gated_delta import key, prefill
 from specmlx.kernels.linear import added, products
 from specmlx.targets.config import HybridConfig
 
@@ -36,10 +37,10 @@ class GatedDeltaNet(nn.Module):
 
     def on_kernel(self, dtype: mx.Dtype) -> bool:
         """See `Served`."""
-        sizes = self.num_k_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+        S, k = self.empty(1, dtype).S, mx.zeros((1, 1, self.num_k_heads, self.head_k_dim))
         # What runs prompts is checked at the same time.
-        prompts = kernel("gated_delta" if self.consistent else "gated_delta_prefill", mx.float32, *sizes)
-        served = kernel("gated_delta", dtype, *sizes) is not None
+        prompts = kernel("gated_delta" if self.consistent else "gated_delta_prefill", key(S, k))
+        served = kernel("gated_delta", key(S, k.astype(dtype))) is not None
         return served and (prompts is not None or not self.consistent)
 
     def _add_projections(self, dims: int) -> None:

@@ -22,7 +22,7 @@ def key(rows: mx.array) -> dict | None:
 
 
 def match_best(
-    tokens: mx.array, scores: mx.array, noise: mx.array | None = None, factory: Callable = mx.fast.metal_kernel
+    tokens: mx.array, scores: mx.array, noise: mx.array | None = None, *, factory: Callable
 ) -> tuple[mx.array, mx.array]:
     """As `reference.match_best`."""
     B, L, V = scores.shape
@@ -36,12 +36,7 @@ def match_best(
 
 
 def rejection(
-    tokens: mx.array,
-    q: mx.array | None,
-    p: mx.array,
-    u: mx.array,
-    residual_noise: mx.array,
-    factory: Callable = mx.fast.metal_kernel,
+    tokens: mx.array, q: mx.array | None, p: mx.array, u: mx.array, residual_noise: mx.array, *, factory: Callable
 ) -> tuple[mx.array, mx.array]:
     """As `reference.rejection`."""
     B, L, V = p.shape

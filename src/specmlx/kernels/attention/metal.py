@@ -41,7 +41,8 @@ def attention(
     scale: float,
     mask: mx.array | str | None = None,
     chunks: Chunks | None = None,
-    factory: Callable = mx.fast.metal_kernel,
+    *,
+    factory: Callable,
 ) -> mx.array:
     """As `reference.by_formula`, in q's dtype, for up to 17 rows; the mask is not needed.
 

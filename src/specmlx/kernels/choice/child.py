@@ -7,6 +7,7 @@ so that the parent knows which one hung or took the process down.
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pkgutil import resolve_name
 from statistics import median
 from typing import Any
@@ -28,10 +29,9 @@ def say(**step: Any) -> None:
     print(json.dumps(step), flush=True)
 
 
-def check(operator: Operator, key: dict, rows: tuple[int, ...], variants: list[str]) -> list[str]:
+def check(operator: Operator, key: dict, rows: Sequence[int], variants: list[str]) -> list[str]:
     """The variants that answer as the reference does for every row count."""
-    small, right = operator.small(key), list(variants)
-    limit = operator.tolerance(key)
+    small, limit, right = operator.small(key), operator.tolerance(key), list(variants)
     for n in rows:
         inputs = operator.inputs(small, n, seed=n, exact=True)
         # On the CPU: independent of what is being checked, and in full float32.
@@ -53,12 +53,11 @@ def check(operator: Operator, key: dict, rows: tuple[int, ...], variants: list[s
             say(dropped=variant, why=why)
             if _FAULT in why:
                 # After a fault Metal refuses whatever this process sends: the others need another one.
-                say(again=True)
                 sys.exit()
     return right
 
 
-def race(operator: Operator, key: dict, rows: tuple[int, ...], variants: list[str]) -> None:
+def race(operator: Operator, key: dict, rows: Sequence[int], variants: list[str]) -> None:
     """Time the variants by turns, so that a change of clock or heat meets all of them."""
     copies = max(1, min(MAX_COPIES, ROTATED_BYTES // operator.nbytes(key)))
     for n in rows:
@@ -80,11 +79,11 @@ def race(operator: Operator, key: dict, rows: tuple[int, ...], variants: list[st
 def main() -> None:
     job = json.load(sys.stdin)
     operator = resolve_name(job["operator"])
-    say(ready=True)
-    right = check(operator, job["key"], tuple(job["rows"]), job["variants"])
+    say(start=STOCK)
+    right = check(operator, job["key"], job["rows"], job["variants"])
     trusted = [] if STOCK in operator.variants(job["key"]) else [STOCK]
     if right and operator.raced:
-        race(operator, job["key"], tuple(job["rows"]), right + trusted)
+        race(operator, job["key"], job["rows"], right + trusted)
     say(done=True)
 
 

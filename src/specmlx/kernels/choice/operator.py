@@ -52,7 +52,7 @@ class Operator:
         raise NotImplementedError
 
     def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> Any:
-        """Random inputs. `exact`: such that the reference holds for them; otherwise only their cost matters."""
+        """Random inputs: `exact` ones for a check, or those whose cost is what a race is about."""
         raise NotImplementedError
 
     def run(self, variant: str, inputs: Any) -> mx.array:

@@ -57,13 +57,10 @@ class QuantizedMatmul(Operator):
     def inputs(self, key: Key, rows: int, seed: int, exact: bool = True) -> Product:
         N, K, dtype = key["N"], key["K"], getattr(mx, key["dtype"])
         format = {name: key[name] for name in ("group_size", "bits", "mode")}
-        x, wide, residual, scales = _normal(seed, dtype, (rows, K), (N, K), (rows, N), (N, K // key["group_size"]))
-        if exact:
-            return Product(x, Matrix(*mx.quantize(wide, **format), **format), 8 * residual)
-        # Quantizing a large matrix takes longer than the race; for its cost any bits will do.
-        w = _words(N * K * key["bits"] // 32, mx.random.key(seed)).reshape(N, -1)
-        affine = (scales, -8 * scales) if key["mode"] == "affine" else (mx.full(scales.shape, 0x38, mx.uint8), None)
-        return Product(x, Matrix(w, *affine, **format))
+        # Some of many rows over and over, since to draw and quantize them all would take longer than the race.
+        x, some, residual = _normal(seed, dtype, (rows, K), (min(N, 1024), K), (rows, N))
+        packed = (part[mx.arange(N) % len(some)] for part in mx.quantize(some, **format))
+        return Product(x, Matrix(*packed, **format), 8 * residual if exact else None)
 
     def run(self, variant: str, inputs: Product) -> mx.array:
         x, matrix, residual = inputs
@@ -80,13 +77,6 @@ class QuantizedMatmul(Operator):
         if variant == STOCK:
             return mx.quantized_matmul(x, *matrix[:3], transpose=True, **matrix.format)
         return quantized_matmul(x, matrix, variant, residual=residual, factory=self.factory)
-
-
-def _words(n: int, key: mx.array) -> mx.array:
-    """So many random words, a piece of them over and over: to draw a head's takes several times its memory."""
-    piece = mx.random.randint(0, 2**32 - 1, (min(n, 2**20),), dtype=mx.uint32, key=key)
-    times = -(-n // piece.size)
-    return mx.broadcast_to(piece, (times, piece.size)).reshape(-1)[:n]
 
 
 class Experts(QuantizedMatmul):

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 
-from specmlx.kernels.choice.operator import STOCK, Key, Operator
+from specmlx.kernels.choice.operator import Key, Operator
 from specmlx.kernels.choice.table import Outcome
 
 # From one step to the next; the first compiles a kernel.
@@ -30,20 +30,15 @@ def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int
     crash the others are raced again without it.
     Raises NoRace where no child process gets as far as to begin.
     """
-    rows = operator.rows if rows is None else rows
     outcome, variants = Outcome(), operator.variants(key)
     while left := [v for v in variants if v not in outcome.dropped]:
         outcome.seconds.clear()
         running = None
-        for step in _steps(operator, key, rows, left, seconds):
-            if "ready" in step:
-                running = STOCK
-            elif "start" in step:
-                running = step["start"]
-            elif "dropped" in step:
+        job = {"operator": operator.address, "key": dict(key), "rows": rows or operator.rows, "variants": left}
+        for step in _steps(job, seconds):
+            running = step.get("start", running)
+            if "dropped" in step:
                 outcome.dropped[step["dropped"]] = step["why"]
-            elif "again" in step:
-                break
             elif "rows" in step:
                 outcome.seconds[step["rows"]] = step["seconds"]
             elif "lost" in step:
@@ -51,7 +46,7 @@ def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int
                     raise NoRace(f"the process that checks them {step['lost']}")
                 # Without a variant to blame, ours can't be had at all.
                 blamed = [running] if running in left else left
-                outcome.dropped.update(dict.fromkeys(blamed, step["lost"]))
+                outcome.dropped = dict.fromkeys(blamed, step["lost"]) | outcome.dropped
                 break
         else:
             break
@@ -60,11 +55,10 @@ def race(operator: Operator, key: Key, seconds: float = SECONDS, rows: tuple[int
     return outcome
 
 
-def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[str], seconds: float) -> Iterator[dict]:
+def _steps(job: dict, seconds: float) -> Iterator[dict]:
     """The child's lines; the last is {"lost": why} if it hung or ended before it was done."""
-    job = {"operator": operator.address, "key": dict(key), "rows": rows, "variants": variants}
-    # MLX_ENABLE_TF32 as it is: what is checked is what will serve.
-    environment = {**os.environ, "PYTHONPATH": _import_path()}
+    # "" in sys.path is the directory that this process runs in. MLX_ENABLE_TF32 as it is: what is checked will serve.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path)}
     try:
         errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         child = subprocess.Popen(
@@ -88,24 +82,23 @@ def _steps(operator: Operator, key: Key, rows: tuple[int, ...], variants: list[s
             child.stdin.write(json.dumps(job))
             child.stdin.close()
         wait = START_SECONDS
-        while True:
+        while line := lines.get(timeout=wait):
             try:
-                line = lines.get(timeout=wait)
-            except queue.Empty:
-                yield {"lost": f"hangs: no answer within {wait:g} s"}
-                return
-            if not line:
-                child.wait()
-                errors.seek(0)
-                last = (errors.readlines() or ["no message"])[-1].strip()
-                yield {"lost": f"ends the process with {child.returncode}: {last}"}
-                return
-            if (step := _step(line)) is None:
-                continue
+                step = json.loads(line)
+            except ValueError:
+                step = None
+            if not isinstance(step, dict):
+                continue  # something else printed it, as a site's customization may
             if "done" in step:
                 return
             wait = seconds
             yield step
+        child.wait()
+        errors.seek(0)
+        last = (errors.readlines() or ["no message"])[-1].strip()
+        yield {"lost": f"ends the process with {child.returncode}: {last}"}
+    except queue.Empty:
+        yield {"lost": f"hangs: no answer within {wait:g} s"}
     finally:
         child.kill()
         child.wait()
@@ -121,17 +114,3 @@ def interpreter(executable: str | None = sys.executable, frozen: bool = hasattr(
         app = name or "one without an executable"
         raise NoRace(f"an app ({app}) can't start Python to check them: load the model once by specmlx generate")
     return executable
-
-
-def _import_path() -> str:
-    """Where this process finds its modules: "" in sys.path is the directory that it runs in."""
-    return os.pathsep.join(os.path.abspath(path) for path in sys.path)
-
-
-def _step(line: str) -> dict | None:
-    """A line of the child's, or None for one that something else printed, as a site's customization may."""
-    try:
-        step = json.loads(line)
-    except ValueError:
-        return None
-    return step if isinstance(step, dict) else None

@@ -6,7 +6,7 @@ import platform
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -49,17 +49,18 @@ def entry_name(operator: Operator, key: Key) -> str:
     return f"{operator.name} {json.dumps(dict(key), sort_keys=True)}"
 
 
-def _checked(name: str) -> str:
-    json.loads(name.split(" ", 1)[1])
-    return name
-
-
 @dataclass
 class Outcome:
     """Of a race: seconds of a call by row count and variant, and why variants were dropped."""
 
     seconds: dict[int, dict[str, float]] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, entry: dict) -> "Outcome":
+        """One that was kept. Raises what a field of another kind raises."""
+        seconds = {int(n): {v: float(s) for v, s in times.items()} for n, times in entry["seconds"].items()}
+        return cls(seconds, {str(variant): str(why) for variant, why in entry["dropped"].items()})
 
     def fastest(self, rows: int) -> str:
         """The variant for `rows`, by the next row count that was measured; stock beyond the last."""
@@ -87,29 +88,18 @@ class Table:
         """The chip's table; empty if there is no file, if it is corrupt, or from another version."""
         chip = chip or this_chip()
         table = cls(path or table_path(chip), chip)
-        try:
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             kept = json.loads(table.path.read_text())
             table.off = [str(name) for name in kept["off"]]
             if (kept["version"], kept["chip"]) == (this_version(), chip):
-                table.entries = {
-                    _checked(name): Outcome(
-                        {int(n): {v: float(s) for v, s in t.items()} for n, t in entry["seconds"].items()},
-                        {str(v): str(why) for v, why in entry["dropped"].items()},
-                    )
-                    for name, entry in kept["entries"].items()
-                }
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            pass
+                entries = {name: Outcome.of(entry) for name, entry in kept["entries"].items()}
+                cls(table.path, chip, entries).keys()
+                table.entries = entries
         return table
 
     def keys(self) -> list[tuple[str, Key]]:
         """Name of the operator and key of every entry."""
-        parts = (name.split(" ", 1) for name in self.entries)
-        return [(name, json.loads(key)) for name, key in parts]
-
-    def as_dict(self) -> dict:
-        entries = {name: {"seconds": o.seconds, "dropped": o.dropped} for name, o in self.entries.items()}
-        return {"version": this_version(), "chip": self.chip, "off": self.off, "entries": entries}
+        return [(operator, json.loads(key)) for operator, key in (name.split(" ", 1) for name in self.entries)]
 
     def switch(self, name: str, off: bool) -> None:
         """Switch an operator off, or on again, and write that. Raises OSError where it can't be written."""
@@ -127,5 +117,7 @@ class Table:
 
     def _write(self) -> None:
         self.entries = Table.read(self.path, self.chip).entries | self.entries
+        entries = {name: asdict(outcome) for name, outcome in self.entries.items()}
+        table = {"version": this_version(), "chip": self.chip, "off": self.off, "entries": entries}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, [json.dumps(self.as_dict(), indent=1).encode()])
+        write_atomically(self.path, [json.dumps(table, indent=1).encode()])

@@ -31,7 +31,7 @@ def top_k_key(logits: mx.array, k: int) -> dict | None:
     return {"dtype": logits.dtype} if 1 <= k <= 32 <= logits.shape[-1] else None
 
 
-def top_k(logits: mx.array, k: int, factory: Callable = mx.fast.metal_kernel) -> tuple[mx.array, mx.array]:
+def top_k(logits: mx.array, k: int, *, factory: Callable) -> tuple[mx.array, mx.array]:
     """As `reference.top_k`, largest first; of equal ones the smaller id comes first."""
     *lead, V = logits.shape
     rows = logits.size // V
@@ -59,7 +59,8 @@ def chain(
     scale: float = 1.0,
     target_ids: mx.array | None = None,
     keep_logits: bool = False,
-    factory: Callable = mx.fast.metal_kernel,
+    *,
+    factory: Callable,
 ) -> tuple[mx.array, mx.array | None]:
     """As `reference.chain`: a launch a slot, each reading w2 once."""
     B, S, V = logits.shape
@@ -92,10 +93,7 @@ def candidates_key(candidates: Candidates, *_, **__) -> dict | None:
 
 
 def walk(
-    candidates: Candidates,
-    noise: mx.array | None = None,
-    scale: float = 1.0,
-    factory: Callable = mx.fast.metal_kernel,
+    candidates: Candidates, noise: mx.array | None = None, scale: float = 1.0, *, factory: Callable
 ) -> tuple[mx.array, mx.array]:
     """As `reference.walk`: all slots in one launch."""
     B, S, K = candidates.ids.shape
@@ -104,7 +102,7 @@ def walk(
     return tuple(_launch(_WALK, candidates, factory, outputs, given, NOISY=noise is not None))
 
 
-def path(candidates: Candidates, factory: Callable = mx.fast.metal_kernel) -> mx.array:
+def path(candidates: Candidates, *, factory: Callable) -> mx.array:
     """As `reference.path`: the scores of all pairs and the search in one launch."""
     return _launch(_PATH, candidates, factory, [(candidates.ids.shape[:2], mx.int32)])[0]
 

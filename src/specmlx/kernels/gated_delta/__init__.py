@@ -1,27 +1,21 @@
 """The gated delta rule: rows of a pass and the fold of committed ones, and many rows that are all kept."""
 
-from collections.abc import Callable
-
 import mlx.core as mx
 
 from specmlx.kernels import dispatch
 from specmlx.kernels.dispatch import Dispatched
 from specmlx.kernels.gated_delta import metal, reference
+from specmlx.kernels.gated_delta.metal import key
 from specmlx.kernels.gated_delta.reference import Tape, steps
 
-__all__ = ["STEP", "Tape", "advance", "fold", "kernel", "prefill", "steps"]
+__all__ = ["STEP", "Tape", "advance", "fold", "key", "prefill", "steps"]
 
 # Steps of a prefill are multiples of so many rows: whole chunks of mlx's operator on Metal.
 STEP = 64
 
 
-def _key(S: mx.array, k: mx.array) -> dict | None:
-    _, Hv, Dv, Dk = S.shape
-    return metal.key(k.dtype, k.shape[2], Hv, Dk, Dv)
-
-
-advance = Dispatched("gated_delta", reference, metal, "advance", lambda S, tape, count, q, k, *_: _key(S, k))
-fold = Dispatched("gated_delta", reference, metal, "fold", lambda S, tape, count: _key(S, tape.k))
+advance = Dispatched("gated_delta", reference, metal, "advance", lambda S, tape, count, q, k, *_: key(S, k))
+fold = Dispatched("gated_delta", reference, metal, "fold", lambda S, tape, count: key(S, tape.k))
 
 
 def prefill(
@@ -36,11 +30,6 @@ def prefill(
     # In float32: the operator rounds g and beta to q's dtype.
     given = [x.astype(mx.float32) for x in rows]
     operator = "gated_delta" if consistent else "gated_delta_prefill"
-    factory = None if gradient else dispatch.kernel(operator, _key(S, given[1]))
+    factory = None if gradient else dispatch.kernel(operator, key(S, given[1]))
     y, S = mx.fast.gated_delta_update(*given, S) if factory is None else metal.prefill(S, *given, factory=factory)
     return y.astype(rows[0].dtype), S
-
-
-def kernel(operator: str, dtype: mx.Dtype, Hk: int, Hv: int, Dk: int, Dv: int) -> Callable | None:
-    """What makes the kernels for heads of these numbers and sizes, or None where mlx's operations run."""
-    return dispatch.kernel(operator, metal.key(dtype, Hk, Hv, Dk, Dv))

@@ -22,13 +22,14 @@ _ADVANCE = Source(
 )
 
 
-def key(dtype: mx.Dtype, Hk: int, Hv: int, Dk: int, Dv: int) -> dict | None:
-    """The key of the kernels for heads of these numbers and sizes; None where they don't take them."""
-    return {"dtype": dtype, "Hk": Hk, "Hv": Hv, "Dk": Dk, "Dv": Dv} if Dk % 32 == Dv % 32 == 0 else None
+def key(S: mx.array, k: mx.array) -> dict | None:
+    """The key of the kernels for heads as of this state and these rows; None where they don't take them."""
+    _, Hv, Dv, Dk = S.shape
+    return {"dtype": k.dtype, "Hk": k.shape[2], "Hv": Hv, "Dk": Dk, "Dv": Dv} if Dk % 32 == Dv % 32 == 0 else None
 
 
 def advance(
-    S: mx.array, tape: Tape | None, count: int | mx.array, *rows: mx.array, factory: Callable = mx.fast.metal_kernel
+    S: mx.array, tape: Tape | None, count: int | mx.array, *rows: mx.array, factory: Callable
 ) -> tuple[mx.array, mx.array, Tape]:
     """As `reference.advance`."""
     q, k, v, g, _ = rows
@@ -39,17 +40,17 @@ def advance(
     return S, y, Tape(k, delta, g)
 
 
-def prefill(S: mx.array, *rows: mx.array, factory: Callable = mx.fast.metal_kernel) -> tuple[mx.array, mx.array]:
+def prefill(S: mx.array, *rows: mx.array, factory: Callable) -> tuple[mx.array, mx.array]:
     """The outputs of T rows (q, k, v, g, beta) from S and the state after them, in passes of at most 16 rows."""
     ys, tape, count = [], None, 0
     for start in range(0, rows[0].shape[1], _PASS):
         S, y, tape = advance(S, tape, count, *(x[:, start : start + _PASS] for x in rows), factory=factory)
         count = y.shape[1]
         ys.append(y)
-    return mx.concatenate(ys, axis=1), fold(S, tape, count, factory)
+    return mx.concatenate(ys, axis=1), fold(S, tape, count, factory=factory)
 
 
-def fold(S: mx.array, tape: Tape, count: int | mx.array, factory: Callable = mx.fast.metal_kernel) -> mx.array:
+def fold(S: mx.array, tape: Tape, count: int | mx.array, *, factory: Callable) -> mx.array:
     """As `reference.fold`, with the bits that `advance` gives S."""
     return _launch(_FOLD, factory, S, tape, count)[0]
 

@@ -26,11 +26,6 @@ def per_value_head(x: mx.array, Hv: int) -> mx.array:
     return x if repeats == 1 else mx.repeat(x, repeats, axis=-2)
 
 
-def decay(S: mx.array, g: mx.array) -> mx.array:
-    """g S for g `[B, Hv]`."""
-    return S * g[..., None, None]
-
-
 def write(S: mx.array, k: mx.array, delta: mx.array) -> mx.array:
     """S + delta kᵀ for k `[B, Hv, Dk]` and delta `[B, Hv, Dv]`."""
     return S + k[..., None, :] * delta[..., None]
@@ -38,7 +33,7 @@ def write(S: mx.array, k: mx.array, delta: mx.array) -> mx.array:
 
 @mx.compile
 def _step(S, q, k, v, g, beta):
-    S = decay(S, g)
+    S = S * g[..., None, None]
     delta = (v - (S * k[..., None, :]).sum(axis=-1)) * beta[..., None]
     S = write(S, k, delta)
     return (S * q[..., None, :]).sum(axis=-1).astype(q.dtype), S, delta
@@ -46,7 +41,7 @@ def _step(S, q, k, v, g, beta):
 
 @mx.compile
 def _fold_row(S, k, delta, g):
-    return write(decay(S, g), k, delta)
+    return write(S * g[..., None, None], k, delta)
 
 
 def steps(

@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.activations import swiglu
 
 from specmlx.kernels.quantized_matmul.reference import Matrix
-from specmlx.kernels.source import Source, made
+from specmlx.kernels.source import Source
 from specmlx.kernels.tuning import tuning
 
 MODES = {"affine": 0, "nvfp4": 1, "mxfp4": 2, "mxfp8": 3, "fp8": 4}
@@ -109,7 +109,7 @@ def quantized_matmul(
     *,
     copies: Copies | None = None,
     residual: mx.array | None = None,
-    factory: Callable = mx.fast.metal_kernel,
+    factory: Callable,
 ) -> mx.array:
     """x `[..., K]` times the transposed weights `[N, K]`: `[..., N]` in x's dtype, sums in float32.
 
@@ -126,9 +126,7 @@ def quantized_matmul(
     return _product(variant, x, [matrix], copies, None, factory) + residual
 
 
-def gated_quantized_matmul(
-    x: mx.array, gate: Matrix, up: Matrix, variant: str = "A", *, factory: Callable = mx.fast.metal_kernel
-) -> mx.array:
+def gated_quantized_matmul(x: mx.array, gate: Matrix, up: Matrix, variant: str = "A", *, factory: Callable) -> mx.array:
     """silu(x gateᵀ) * (x upᵀ) `[..., N]`, each product and operation rounded to x's dtype.
 
     gate and up are of one shape and format. Forms "A" and "AX" are one pass, the others two products.
@@ -141,7 +139,7 @@ def gated_quantized_matmul(
 
 
 def gather_quantized_matmul(
-    x: mx.array, matrix: Matrix, rows: mx.array, experts: mx.array, *, factory: Callable = mx.fast.metal_kernel
+    x: mx.array, matrix: Matrix, rows: mx.array, experts: mx.array, *, factory: Callable
 ) -> mx.array:
     """Row `rows[p]` of x `[M, K]` times expert `experts[p]` of the matrix for every pair p: `[P, N]`, by form A.
 
@@ -153,12 +151,7 @@ def gather_quantized_matmul(
 
 
 def gather_by_expert(
-    x: mx.array,
-    matrix: Matrix,
-    indices: mx.array,
-    *,
-    sorted_indices: bool = False,
-    factory: Callable = mx.fast.metal_kernel,
+    x: mx.array, matrix: Matrix, indices: mx.array, *, sorted_indices: bool = False, factory: Callable
 ) -> mx.array:
     """As `mx.gather_qmm` of the matrix with rhs_indices=indices, transposed: `[*indices.shape, 1, N]`.
 
@@ -219,13 +212,14 @@ def _launched(
                 f"group {matrix.group_size}, {matrix.bits} bits: use mx.quantized_matmul"
             )
     weights = [part for matrix in matrices for part in _weights(matrix)]
-    launch = _launch(form, x.dtype, M, *matrices[0].shape[-2:], *matrices[0][3:6], added)
-    return made(_FORMS[form], factory)(inputs=weights + inputs, **launch)[0]
+    shape = matrices[0].shape[-2:]
+    grid, template = _launch(form, x.dtype, M, *shape, *matrices[0][3:6], added)
+    return _FORMS[form](factory, weights + inputs, [((M, shape[0]), x.dtype)], grid, **template)[0]
 
 
 @lru_cache(maxsize=1024)
-def _launch(form: str, dtype, M, N, K, group_size, bits, mode, added: bool = False) -> dict:
-    """Template, grid and output of a launch of M rows (or pairs)."""
+def _launch(form: str, dtype, M, N, K, group_size, bits, mode, added) -> tuple[tuple[int, int, int], dict]:
+    """Grid and template of a launch of M rows (or pairs)."""
     template = {
         "T": dtype,
         "MODE": MODES[mode],
@@ -245,14 +239,7 @@ def _launch(form: str, dtype, M, N, K, group_size, bits, mode, added: bool = Fal
         template["ORDERED"] = form.endswith("AX")
     if form in ("A", "AX"):
         template["ADDED"] = added
-    simdgroups = split(K, bits)
-    return {
-        "template": list(template.items()),
-        "grid": (32 * simdgroups, ceil(M / tile), ceil(N / columns)),
-        "threadgroup": (32 * simdgroups, 1, 1),
-        "output_shapes": [(M, N)],
-        "output_dtypes": [dtype],
-    }
+    return (32 * split(K, bits), ceil(M / tile), ceil(N / columns)), template
 
 
 def _weights(matrix: Matrix) -> list[mx.array]:
