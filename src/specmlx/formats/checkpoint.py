@@ -65,8 +65,8 @@ def shards_of(path: Path, stem: str = "model") -> dict[Path, dict[str, Entry]]:
     names = sorted(file.name for file in path.glob("*.safetensors"))
     if not names and index is None:
         others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_FORMATS)
-        why = f"it has {others[0]}: save that with safetensors" if others else "the download may be incomplete"
-        raise ValueError(f"no *.safetensors in {path}: {why}")
+        what = f" but {others[0]}: save it with safetensors" if others else ": the download may be incomplete"
+        raise ValueError(f"{path} has no *.safetensors{what}")
     chosen = chosen_shards(names, index, lambda name: read_header(path / name), path, stem)
     return {path / name: entries for name, entries in chosen.items()}
 
