@@ -14,7 +14,7 @@ from specmlx.decoding.stats import Timer
 from specmlx.generation.context_limits import check_memory, context_limit, tokens_left
 from specmlx.generation.prompt_cache import Reuse, close_cache, open_cache
 from specmlx.generation.responses import GenerationResponse, Request
-from specmlx.generation.settings import Settings, measure
+from specmlx.generation.settings import Settings
 from specmlx.generation.threads import clear_streams_at_end
 from specmlx.parallel.broadcast import ASKED, SharedLength, from_first, nobodys_noise, what_is_asked
 from specmlx.parallel.group import agreed
@@ -210,14 +210,13 @@ class Scheduler(Settings):
     def _measure(self, request: Request) -> None:
         """Before the first of several requests: what rounds of so many take, and of as many as there were before."""
         if self.alone:
-            if self.calibrate:
-                measure(self.model, self.drafter, self.length, request.ids, 1, self.lookahead, self.on_proposal)
+            self.measure(self.length, request.ids)
             self.length.context = len(request.conversation.tokens) + len(request.ids) - request.cached_tokens
             return
         together = self.length(min(self.max_lanes, len(self._waiting)))
         for lanes, length in self.length.lengths.items():
-            if self.calibrate and (length is together or length.context):
-                measure(self.model, self.drafter, length, request.ids, lanes, self.lookahead)
+            if length is together or length.context:
+                self.measure(length, request.ids, lanes)
         self.length.keep()
 
     def _open(self, request: Request) -> None:

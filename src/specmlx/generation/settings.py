@@ -111,6 +111,36 @@ class Settings:
         apart = [self.on_proposal.name] if self.on_proposal else [] if lanes == 1 else [f"{lanes} lanes"]
         return auto_length(self.model, self.drafter, *apart)
 
+    def measure(self, length: AutoLength, prompt: Sequence[int], lanes: int = 1) -> None:
+        """Measure what rounds take, if that is due: those of conversations that begin as the prompt ends, thrown away.
+
+        It is off where $SPECMLX_CALIBRATE is 0. What goes wrong here goes wrong in the answer, which says so.
+        """
+        group, allowed = self.model.sharding_group, os.environ.get("SPECMLX_CALIBRATE") != "0"
+        due = self.calibrate and allowed and length.curve.due
+        if group is not None:
+            due = from_first(group, mx.array(due, dtype=mx.int32)).item()
+        if not due:
+            return
+        if group is None or group.rank() == 0:
+            name, together = type(self.drafter).__name__, f", {lanes} requests together" if lanes > 1 else ""
+            to_stderr(f"measuring what rounds take with {name} on this machine{together} (5 s at most)")
+        chosen = Measurement(length) if group is None else SharedLength(Measurement(length), group)
+        decide = None if group is None else partial(from_first, group)
+        options = dict(lookahead=self.lookahead, decide=decide, on_proposal=self.on_proposal)
+        batch = loop.Batch(self.model, self.drafter, chosen, **options)
+        with contextlib.suppress(Exception):
+            prompt = list(prompt[-max(_PROMPT // lanes, 8) :])
+            for _ in range(lanes):
+                conversation = Conversation(self.model.new_states())
+                for _ in prefill(self.model, conversation, prompt, self.drafter, _PROMPT):
+                    pass
+                batch.join([loop.Sequence(conversation, Policy(), list(prompt))])
+            while not chosen.done:
+                for _ in batch.round():
+                    pass
+        length.context = 0
+
     def request(
         self,
         prompt: str | mx.array | Sequence[int],
@@ -140,26 +170,22 @@ def choose_drafter(
     model: Model | AnyLM, draft_model: Any, num_draft_tokens: int | str | None
 ) -> tuple[Drafter | None, str | None]:
     """The drafter to use, or None, and what there is to say of that."""
-    reason = None
+    drafter, reason = draft_model, "draft_model is None"
     if isinstance(draft_model, str) and draft_model == AUTO:
-        drafter = model.draft_model
-        if drafter is None:
-            reason = model.no_draft_reason
-    elif draft_model is None:
-        drafter, reason = None, "draft_model is None"
-    else:
-        drafter = load_drafter(draft_model, model) if isinstance(draft_model, str) else draft_model
+        drafter, reason = model.draft_model, model.no_draft_reason
+    elif isinstance(draft_model, str):
+        drafter = load_drafter(draft_model, model)
     if drafter is not None and not isinstance(drafter, Drafter):
         kind = type(drafter).__name__
         raise ValueError(f"draft_model is {drafter!r:.40}, of the kind {kind}: load it with specmlx.load_drafter")
     check_width(drafter, num_draft_tokens, reason)
     if isinstance(drafter, BlockDrafter | MTP) and drafter.target.embedding is not model.embedding:
         raise ValueError("draft_model is paired with another target: load it with specmlx.load_drafter(path, model)")
-    if drafter is not None and num_draft_tokens == 0:
+    if drafter is None:
+        return None, reason
+    if num_draft_tokens == 0:
         return None, "num_draft_tokens is 0"
-    if drafter is not None and drafter is model.fallback:
-        return drafter, f"prompt lookup drafts: {model.no_draft_reason}"
-    return drafter, model.kernel_note if drafter else reason
+    return drafter, f"prompt lookup drafts: {model.no_draft_reason}" if drafter is model.fallback else model.kernel_note
 
 
 def check_width(drafter: Drafter | None, num_draft_tokens: int | str | None, reason: str | None = None) -> None:
@@ -196,41 +222,3 @@ def _row_share(model: Model | AnyLM) -> float:
         return 0.0
     row = 2 * model.config.layer_types.count(ATTENTION) * model.kv_heads * model.config.head_dim * model.dtype.size
     return row / sum(x.nbytes for _, x in tree_flatten(model.parameters()))
-
-
-def measure(
-    model: Model | AnyLM,
-    drafter: Drafter,
-    length: AutoLength,
-    prompt: Sequence[int],
-    lanes: int = 1,
-    lookahead: bool = True,
-    on_proposal: OnProposal | None = None,
-) -> None:
-    """Measure what rounds take, if that is due: those of conversations that begin as the prompt ends, thrown away.
-
-    It is off where $SPECMLX_CALIBRATE is 0. What goes wrong here goes wrong in the answer, which says so.
-    """
-    group, due = model.sharding_group, length.curve.due and os.environ.get("SPECMLX_CALIBRATE") != "0"
-    if group is not None:
-        due = from_first(group, mx.array(due, dtype=mx.int32)).item()
-    if not due:
-        return
-    if group is None or group.rank() == 0:
-        together = f", {lanes} requests together" if lanes > 1 else ""
-        to_stderr(f"measuring what rounds take with {type(drafter).__name__} on this machine{together} (5 s at most)")
-    measurement = Measurement(length)
-    chosen = measurement if group is None else SharedLength(measurement, group)
-    decide = None if group is None else partial(from_first, group)
-    batch = loop.Batch(model, drafter, chosen, lookahead=lookahead, decide=decide, on_proposal=on_proposal)
-    with contextlib.suppress(Exception):
-        prompt = list(prompt[-max(_PROMPT // lanes, 8) :])
-        for _ in range(lanes):
-            conversation = Conversation(model.new_states())
-            for _ in prefill(model, conversation, prompt, drafter, _PROMPT):
-                pass
-            batch.join([loop.Sequence(conversation, Policy(), list(prompt))])
-        while not chosen.done:
-            for _ in batch.round():
-                pass
-    length.context = 0
