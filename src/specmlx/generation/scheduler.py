@@ -5,7 +5,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from specmlx.decoding.loop import Batch
@@ -16,7 +15,7 @@ from specmlx.generation.prompt_cache import Reuse, close_cache, open_cache
 from specmlx.generation.responses import GenerationResponse, Request
 from specmlx.generation.settings import Settings
 from specmlx.generation.threads import clear_streams_at_end
-from specmlx.parallel.broadcast import ASKED, SharedLength, from_first, nobodys_noise, what_is_asked
+from specmlx.parallel.broadcast import ASKED, SharedLength, nobodys_noise, what_is_asked
 from specmlx.parallel.group import agreed
 
 TURNS = "this model's state can't hold several lanes: requests take turns"
@@ -243,15 +242,8 @@ class Scheduler(Settings):
         elif self.kv_format is not None and not self.alone:
             key = len(request.conversation.processed) >= self.kv_format.start
         if key not in self._batches:
-            self._batches[key] = Batch(
-                self.model,
-                self.drafter,
-                SharedLength(length, group) if group is not None and self.auto else length,
-                lookahead=self.lookahead,
-                timer=Timer(request.stats) if self.profile else None,
-                decide=None if group is None else partial(from_first, group),
-                on_proposal=self.on_proposal,
-            )
+            length = SharedLength(length, group) if group is not None and self.auto else length
+            self._batches[key] = self.batch(length, Timer(request.stats) if self.profile else None)
         return self._batches[key]
 
     def _finish(self, request: Request, last: GenerationResponse) -> None:

@@ -22,7 +22,7 @@ from specmlx.decoding.draft_length import FULL, AutoLength, LaneLengths, Measure
 from specmlx.decoding.policy import Policy
 from specmlx.decoding.prefill import prefill
 from specmlx.decoding.round import OnProposal
-from specmlx.decoding.stats import Stats
+from specmlx.decoding.stats import Stats, Timer
 from specmlx.drafters.block_drafter import BlockDrafter
 from specmlx.drafters.mtp import MTP
 from specmlx.drafters.proposal import Drafter
@@ -111,6 +111,12 @@ class Settings:
         apart = [self.on_proposal.name] if self.on_proposal else [] if lanes == 1 else [f"{lanes} lanes"]
         return auto_length(self.model, self.drafter, *apart)
 
+    def batch(self, length: Any, timer: Timer | None = None) -> loop.Batch:
+        """An empty batch; `length`: its number of drafted tokens (see `Batch`)."""
+        group, hooks = self.model.sharding_group, {"timer": timer, "on_proposal": self.on_proposal}
+        decide = None if group is None else partial(from_first, group)
+        return loop.Batch(self.model, self.drafter, length, lookahead=self.lookahead, decide=decide, **hooks)
+
     def measure(self, length: AutoLength, prompt: Sequence[int], lanes: int = 1) -> None:
         """Measure what rounds take, if that is due: those of conversations that begin as the prompt ends, thrown away.
 
@@ -126,9 +132,7 @@ class Settings:
             name, together = type(self.drafter).__name__, f", {lanes} requests together" if lanes > 1 else ""
             to_stderr(f"measuring what rounds take with {name} on this machine{together} (5 s at most)")
         chosen = Measurement(length) if group is None else SharedLength(Measurement(length), group)
-        decide = None if group is None else partial(from_first, group)
-        options = dict(lookahead=self.lookahead, decide=decide, on_proposal=self.on_proposal)
-        batch = loop.Batch(self.model, self.drafter, chosen, **options)
+        batch = self.batch(chosen)
         with contextlib.suppress(Exception):
             prompt = list(prompt[-max(_PROMPT // lanes, 8) :])
             for _ in range(lanes):
