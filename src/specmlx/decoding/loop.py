@@ -133,7 +133,7 @@ class Batch:
             outcome = outcome._replace(accepted=decided[0], next_anchor=decided[1])
         if self.timer:
             self.timer.lap(ACCEPT, (outcome.accepted, outcome.next_anchor, logprobs))
-        observable, rows = Observable(rows, verified.features), [list(each) for each in logprobs]
+        observable, rows = Observable(rows, verified.features), [*map(list, logprobs)]
         round = Round(proposal, verified, outcome, observable, rows, policy.failures, ahead=after is not None)
         return round.send(self.held.states, self.held.draft_arrays())
 
@@ -295,16 +295,17 @@ class Batch:
         now = time.perf_counter()
         lengths = [len(sequence.conversation.processed) for sequence in self.sequences]
         found = round.deliveries(self.vocab_size, lengths)
-        running = [i for i, each in enumerate(self.sequences) if not (each.over or i in round.failures)]
-        first, *others = [found[i].accepted for i in running] or [0]
-        before, self._last_read = self._last_read, (now, self._away)
-        took = before and round_seconds(now - before[0], self._away - before[1], now - begin, round.ahead)
-        self._length.observed(round.num_draft_tokens, first, took, others)
-        for sequence, length in zip(self.sequences, lengths, strict=True):
+        kept = []
+        for i, (sequence, length) in enumerate(zip(self.sequences, lengths, strict=True)):
             if not sequence.over:
+                kept += [] if i in round.failures else [found[i].accepted]
                 sequence.stats.device_seconds += round.seconds + now - begin
                 sequence.stats.begin_round(round.num_draft_tokens, context=length)
                 sequence.stats.explain(sequence.reason, self._length.reason)
+        first, *others = kept or [0]
+        before, self._last_read = self._last_read, (now, self._away)
+        took = before and round_seconds(now - before[0], self._away - before[1], now - begin, round.ahead)
+        self._length.observed(round.num_draft_tokens, first, took, others)
         self.held.begin(round.observable if self.drafter else None)
         return found
 

@@ -49,7 +49,7 @@ class Delivery(NamedTuple):
 class Round:
     """A proposal and what the target says to it, on the device.
 
-    proposal: of γ tokens. verified: the pass over its T = γ + 1 rows. outcome: what is kept.
+    proposal: of γ tokens, the num_draft_tokens. verified: the pass over its T = γ + 1 rows. outcome: what is kept.
     observable: the rows and their taps. logprobs: by sequence, its T rows `[V]`, which any thread may read: evaluated.
     failures: by sequence, what callables of its own raised. ahead: whether the round before it was not read yet.
     report: `[B, 2 + γ + T]` int32, all that the host reads: accepted, next anchor, the proposal, the rows' faults.
@@ -63,15 +63,13 @@ class Round:
     logprobs: list[list[mx.array]]
     failures: Mapping[int, Exception]
     ahead: bool
+    num_draft_tokens: int = 0
     report: mx.array = field(init=False)
     seconds: float = 0.0
 
-    def __post_init__(self):
-        self.num_draft_tokens = self.proposal.tokens.shape[1]
-
     def send(self, states: LayerStates, arrays: Sequence[mx.array]) -> "Round":
         """Hand the round to the device with some arrays; `states` take its pass over."""
-        outcome = self.outcome
+        outcome, self.num_draft_tokens = self.outcome, self.proposal.tokens.shape[1]
         heads = (outcome.accepted[:, None], outcome.next_anchor[:, None])
         self.report = mx.concatenate([*heads, self.proposal.tokens, outcome.faults], axis=1)
         sent = (self.report, outcome.accepted, outcome.next_anchor, self.logprobs)

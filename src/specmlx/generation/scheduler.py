@@ -114,7 +114,8 @@ class Scheduler(Settings):
                     self._running.remove(request)
                     self._end(request, error)
                 continue
-            self._retire([request for request in requests if request.over])
+            if over := [request for request in requests if request.over]:
+                self._retire(over)
 
     def close(self, error: Exception | None = None) -> None:
         """End every request, with an error or without a word more."""
@@ -135,13 +136,13 @@ class Scheduler(Settings):
 
     def _take_in(self) -> bool:
         """Let cancelled requests go, and run one step of the next prompt, if there is one that may begin."""
-        for request in [request for request in self._waiting if request.cancelled]:
-            self._waiting.remove(request)
-            self._end(request)
-        cancelled = [request for request in self._running if request.cancelled]
-        for request in cancelled:
-            request.over = True
-        self._retire(cancelled)
+        for request in [*self._waiting, *self._running]:
+            if request.cancelled and request in self._waiting:
+                self._waiting.remove(request)
+                self._end(request)
+            elif request.cancelled:
+                request.over = True
+                self._retire([request])
         if not self._waiting:
             return False
         request = self._waiting[0]
