@@ -65,8 +65,8 @@ class Rows:
             if isinstance(value, mx.array):
                 setattr(joined, name, _stacked([getattr(part, name) for part in parts]))
         joined.max_length, joined.max_start = map(max, zip(*((p.max_length, p.max_start) for p in parts), strict=True))
-        kvs = {i: merge([(part.kvs.get(i), len(part.length)) for part in parts]) for i in self.layers}
-        joined.kvs = {i: kv for i, kv in kvs.items() if kv is not None}
+        layers = self.layers if joined.max_length else ()
+        joined.kvs = {i: merge([(part.kvs.get(i), len(part.length)) for part in parts]) for i in layers}
         return joined
 
     def lanes(self, indices: Sequence[int]) -> "Rows":

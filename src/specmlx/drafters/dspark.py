@@ -161,7 +161,7 @@ class DSpark(BlockDrafter):
         else:
             tables, q = (head.markov_w1.weight, head.markov_w2.weight, anchor), None
             if rows is None:
-                noise, kept = draws.at(reduced), draws.sampled
+                noise, kept = draws.noise if reduced is None else draws.at(reduced), draws.sampled
                 tokens, scores = chain(logits, *tables, noise, draws.scale, reduced, keep_logits=kept)
             else:
                 tokens, scores = walk(Candidates(logits, ids, *tables), draws.at(ids), draws.scale)

@@ -33,10 +33,10 @@ class Draws:
     scale: float = 1.0
     sampled: bool = False
 
-    def at(self, ids: mx.array | None) -> mx.array | None:
-        """The noise of some ids, `[B, S, K]` or `[K]`, or of all."""
-        if self.noise is None or ids is None:
-            return self.noise
+    def at(self, ids: mx.array) -> mx.array | None:
+        """The noise of some ids, `[B, S, K]` or `[K]`."""
+        if self.noise is None:
+            return None
         return mx.take_along_axis(self.noise, ids, axis=-1) if ids.ndim > 1 else self.noise[..., ids]
 
     def q(self, logits: mx.array) -> mx.array:
