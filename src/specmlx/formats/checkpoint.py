@@ -64,9 +64,9 @@ def shards_of(path: Path, stem: str = "model") -> dict[Path, dict[str, Entry]]:
     index = read_config(path, name, MOST) if os.path.lexists(path / name) else None
     names = sorted(file.name for file in path.glob("*.safetensors"))
     if not names and index is None:
-        others = sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_FORMATS)
-        what = f" but {others[0]}: save it with safetensors" if others else ": the download may be incomplete"
-        raise ValueError(f"{path} has no *.safetensors{what}")
+        if others := sorted(file.name for file in path.iterdir() if file.suffix in _OTHER_FORMATS):
+            raise ValueError(f"{path} has no *.safetensors but {others[0]}: save it with safetensors")
+        raise ValueError(f"no *.safetensors in {path}: the download may be incomplete")
     chosen = chosen_shards(names, index, lambda name: read_header(path / name), path, stem)
     return {path / name: entries for name, entries in chosen.items()}
 
