@@ -14,7 +14,6 @@ from specmlx.targets.target import Target
 
 # By any drafter that runs its model once a token.
 MAX_WIDTH = 7
-
 # Tokens `[B, S]` int32 and q `[B, S, V]` float32, or None for q.
 Drawn = tuple[mx.array, mx.array | None]
 
@@ -84,8 +83,7 @@ class HeadedDrafter(BaseDrafter):
 
     `model` is the tree of the drafter's own weights; the pair is no module, so neither tree holds the other.
     vocabulary: what the rows of its head stand for, where they are not the whole vocabulary.
-    head_dtype: what rows are cast to before the head, None for as they are: else the target's weights would be
-        converted for every pass.
+    head_dtype: what rows are cast to before the head, so that its weights aren't in every pass; None leaves them.
     shortlist: those rows of the head that it was shortened to.
     """
 

@@ -11,8 +11,6 @@ from specmlx.drafters.context import Context, Rows
 from specmlx.drafters.proposal import DraftPolicy, Proposal
 from specmlx.targets.target import Target
 
-# How many rows before the anchor the layers see that have no window of their own.
-DRAFT_WINDOW = 4096
 # Rows beyond two windows and blocks that a sliding layer may pile up before the old ones are dropped.
 SLACK = 256
 
@@ -26,7 +24,8 @@ class BlockDrafter(HeadedDrafter):
         config = model.config
         super().__init__(model, target, config.target_layer_ids)
         self.vocabulary, self.max_width, self.first_row = vocabulary, config.max_width, config.first_row
-        self.draft_window: int | None = DRAFT_WINDOW
+        # How many rows before the anchor the layers see that have no window of their own.
+        self.draft_window: int | None = 4096
         self._causal = {window: config.causal(window) for window in config.windows}
         if not (config.own_head or config.own_embedding):
             self.head_dtype = target.embed_tokens(mx.zeros((1,), dtype=mx.int32)).dtype

@@ -15,7 +15,6 @@ TOKENS = 64
 # In the form that the models with such heads are trained on.
 _QUESTION = "<|im_start|>user\nPlease write a class Trip in Python that has map and lamp and picture.<|im_end|>\n"
 _QUESTION += "<|im_start|>assistant\n"
-_SCALES = (0.125, 0.25, 0.5, 1.0)
 # Of the text's tokens, how many a head has to guess for its norms to be told.
 _LEAST = 0.125
 
@@ -83,5 +82,6 @@ def _score(drafter: MTP, text: tuple[mx.array, mx.array]) -> tuple[float, float]
     answer = ids[0, 1 - TOKENS :, None]
     logits = drafter.logits(head.norm(y[0, 1 - TOKENS :])).astype(mx.float32)
     hits = (mx.argmax(logits, axis=-1, keepdims=True) == answer).mean()
-    losses = [nn.losses.cross_entropy(logits * scale, answer[:, 0], reduction="mean") for scale in _SCALES]
+    scaled = (logits * scale for scale in (0.125, 0.25, 0.5, 1.0))
+    losses = [nn.losses.cross_entropy(each, answer[:, 0], reduction="mean") for each in scaled]
     return (hits - 0.5 * mx.min(mx.stack(losses))).item(), hits.item()

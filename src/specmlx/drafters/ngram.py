@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from specmlx.cache.kv import STEP
 from specmlx.drafters.base import MAX_WIDTH, BaseDrafter
 from specmlx.drafters.context import Rows
 from specmlx.drafters.proposal import DraftPolicy, Proposal
-
-_STEP = 256
 
 
 class NGramContext(Rows):
@@ -84,5 +83,5 @@ def _written(context: NGramContext, tokens: mx.array) -> mx.array:
     """A context's tokens with `tokens` `[B, n]` behind those that count, in a longer buffer if need be."""
     buffer, n = context.tokens, tokens.shape[1]
     if (missing := context.max_length + n - buffer.shape[1]) > 0:
-        buffer = mx.pad(buffer, [(0, 0), (0, -(-missing // _STEP) * _STEP)])
+        buffer = mx.pad(buffer, [(0, 0), (0, -(-missing // STEP) * STEP)])
     return mx.put_along_axis(buffer, context.length[:, None] + mx.arange(n, dtype=mx.int32), tokens, axis=1)
